@@ -1,0 +1,46 @@
+"""Quantize PyTorch models to MXFP4, MXFP6, MXFP8 and NVFP4 in place, and run them on any machine.
+
+from mxquant import quantize_, MXFP4Config
+
+quantize_(model, MXFP4Config())
+"""
+
+from importlib.metadata import PackageNotFoundError, version
+
+from mxquant.api import dequantize_, explain, quantize_, summary
+from mxquant.backends import list_backends, register_backend
+from mxquant.config import MXFP4Config, MXFP6Config, MXFP8Config, NVFP4Config, mxfp4, mxfp6, mxfp8, nvfp4
+from mxquant.integrations import torchao as _torchao  # registers the configs with torchao
+from mxquant.tensor import EmulatedMXTensor, MXTensor, flatten_state_dict, quantize, unflatten_state_dict
+
+__all__ = [
+    # Models
+    "quantize_",
+    "dequantize_",
+    "explain",
+    "summary",
+    # Configs
+    "MXFP4Config",
+    "MXFP6Config",
+    "MXFP8Config",
+    "NVFP4Config",
+    "mxfp4",
+    "mxfp6",
+    "mxfp8",
+    "nvfp4",
+    # Tensors
+    "quantize",
+    "MXTensor",
+    "EmulatedMXTensor",
+    "flatten_state_dict",
+    "unflatten_state_dict",
+    # Backends
+    "register_backend",
+    "list_backends",
+    "__version__",
+]
+
+try:
+    __version__ = version("mxquant")
+except PackageNotFoundError:  # run from a checkout that was never installed
+    __version__ = "0+unknown"

@@ -1,0 +1,280 @@
+"""`quantize_`, `dequantize_`, `explain` and `summary`: resolve the config, validate the whole model, then change it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from mxquant.backends import candidates
+from mxquant.backends import select as select_backend
+from mxquant.config import _MXConfig, resolve_mapping
+from mxquant.formats import get_format
+from mxquant.modules.linear import dequantize_parameter, quantize_parameter
+from mxquant.report import SKIP_REASON, Explanation, Summary, summarize
+from mxquant.select import FilterFn, Plan, Skip, Target, select
+from mxquant.tensor import MXTensor, describe, precision, requested_backend
+
+_logger = logging.getLogger("mxquant")
+
+_SKIP_IT = "skip it (map it to None, or filter_fn)"
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
+def quantize_(
+    model: nn.Module,
+    config: object,
+    filter_fn: FilterFn | None = None,
+    device: torch.device | str | None = None,
+) -> None:
+    """Quantize the weights of a model in place. The whole model is validated before anything changes.
+
+    Every `nn.Linear` is quantized but MoE routers and output embeddings, unless `config` says otherwise; the module
+    `mxquant.select` explains the keys of a mapping. Stacked experts stay as they are, with a warning. Quantized weights
+    are frozen. Tied weights are quantized once and stay tied. `summary(model)` tells what is skipped, and why.
+
+    Args:
+        config: a config such as `MXFP4Config()`, a format's name such as "mxfp4", a dict such as
+            `{"weight": "mxfp4", "activation": None}`, or a mapping to those from kinds ("linear", "moe"), names and
+            patterns.
+        filter_fn: `(module, name) -> bool`; a selected module for which it is false is skipped.
+        device: move each selected weight and its layer's bias there, quantize there and leave them there. What else
+            the model has stays where it is; `model.to(device)` moves that.
+
+    Raises:
+        ValueError: an unknown name in the config, a key without effect, a weight that is quantized already, empty or
+            not finite, a backend that is unknown or cannot compute the config.
+        TypeError: arguments of the wrong type, integer or complex weights.
+        NotImplementedError: experts that were asked for, weights without values (meta) or of another tensor subclass.
+    """
+    _check_model("quantize_", model)
+    if filter_fn is not None and not callable(filter_fn):
+        raise TypeError(f"filter_fn must be a function (module, name) -> bool, or None; got {filter_fn!r}")
+    device = _usable_device(device)
+    plan = select(model, resolve_mapping(config), filter_fn)
+    for target in plan.targets:
+        check_weight(target.name, target.parameter, target.config, device)
+    _warn_of_experts(plan.skips)
+    _record_skips(plan)
+    _swap(plan.targets, device)
+
+
+def dequantize_(model: nn.Module) -> None:
+    """Turn every quantized parameter back into an ordinary one of the dtype it stands for, in place.
+
+    The values are those of the quantized weights; the original ones are gone. Parameters stay frozen, tied ones tied. A
+    model without quantized parameters is left as it is.
+    """
+    _check_model("dequantize_", model)
+    ordinary: dict[nn.Parameter, nn.Parameter] = {}
+    for module in model.modules():
+        module.__dict__.pop(SKIP_REASON, None)
+        for attribute, parameter in module._parameters.items():
+            if parameter is None or not _is_quantized(parameter):
+                continue
+            if parameter not in ordinary:
+                ordinary[parameter] = dequantize_parameter(parameter)
+            module.register_parameter(attribute, ordinary[parameter])
+
+
+def explain(
+    module_or_tensor: nn.Module | Tensor,
+    input_shape: Sequence[int] | None = None,
+    device: torch.device | str | None = None,
+) -> Explanation:
+    """Which backend computes a quantized layer, and why the others do not.
+
+    Args:
+        module_or_tensor: a layer with a quantized weight, or such a weight.
+        input_shape: [..., in_features] of an input, to be checked against the weight's shape.
+        device: answer for the layer moved to this device; None: where it is.
+
+    Raises:
+        ValueError: nothing in it is quantized, or the input's last size is not the layer's in_features.
+        TypeError: neither a module nor a tensor.
+    """
+    weight = _weight_of(module_or_tensor)
+    problem = describe(weight, device=None if device is None else torch.device(device))
+    if input_shape is not None and (not input_shape or input_shape[-1] != problem.in_features):
+        raise ValueError(
+            f"input_shape {tuple(input_shape)} does not fit a weight of shape {tuple(weight.shape)}: "
+            f"the last size must be its in_features, {problem.in_features}"
+        )
+    # Moving to another device chooses the class anew, by what was asked for.
+    serving = requested_backend(weight) if problem.device == weight.device else weight.backend
+    answers = candidates(problem)
+    chosen = next((name for name, reason in answers if reason is None and serving in ("auto", name)), None)
+    verdicts = [(name, "chosen" if name == chosen else reason or "could compute it too") for name, reason in answers]
+    rows = "M" if input_shape is None else " x ".join(map(str, input_shape[:-1])) or "1"
+    activation = problem.activation or str(problem.dtype).removeprefix("torch.")
+    matmul = (
+        f"{precision(weight.metadata)}: {activation} input [{rows}, {problem.in_features}] times "
+        f"{problem.weight} weight [{problem.out_features}, {problem.in_features}] on {problem.device}"
+    )
+    return Explanation(matmul, weight.backend, chosen, verdicts)
+
+
+def summary(model: nn.Module, original: nn.Module | Mapping[str, Tensor] | None = None) -> Summary:
+    """What is quantized in a model, to which format and at what size, and what is not, and why.
+
+    Args:
+        original: the model before quantization, or its state dict; with it, each weight's SQNR is computed.
+
+    Raises:
+        ValueError: `original` lacks a weight, or has one of another shape.
+        TypeError: `model` is not a module, or `original` neither a module nor a mapping.
+    """
+    _check_model("summary", model)
+    return summarize(model, original, lambda weight: select_backend(describe(weight), requested_backend(weight)).name)
+
+
+def check_weight(name: str, weight: Tensor, config: _MXConfig, device: torch.device | None = None) -> None:
+    """Refuse a weight that `config` cannot be applied to on `device` (None: where it is). No copy of it is made.
+
+    Raises:
+        ValueError, TypeError, NotImplementedError: naming the weight; see `quantize_`.
+    """
+    if isinstance(weight, MXTensor):
+        raise ValueError(
+            f"{name} is quantized already ({weight!r}); call dequantize_(model) first to quantize anew, or {_SKIP_IT}"
+        )
+    if is_lazy(weight):
+        raise ValueError(f"{name} is not initialized yet; run the model once first, or {_SKIP_IT}")
+    if nn.Parameter not in type(weight).__mro__ or weight.layout != torch.strided:
+        raise NotImplementedError(
+            f"{name} is a {type(weight).__name__} of layout {weight.layout}; only ordinary, dense tensors can be "
+            f"quantized. Convert it, or {_SKIP_IT}"
+        )
+    shape = tuple(weight.shape)
+    if weight.dtype not in _DTYPES:
+        accepted = ", ".join(str(dtype).removeprefix("torch.") for dtype in _DTYPES)
+        raise TypeError(f"{name} is {weight.dtype}; only {accepted} can be quantized; convert it, or {_SKIP_IT}")
+    if weight.is_meta:
+        raise NotImplementedError(
+            f"{name} {shape} is on the meta device and has no values; load the model's weights first, or {_SKIP_IT}"
+        )
+    if weight.numel() == 0:
+        raise ValueError(f"{name} {shape} is empty: there is nothing to quantize; {_SKIP_IT}")
+    _check_values(name, weight)
+    if config.backend != "auto":
+        _check_backend(name, weight, config, device)
+
+
+def _check_values(name: str, weight: Tensor) -> None:
+    low, high = torch.aminmax(weight.detach())
+    largest = max(-low.item(), high.item())
+    if not largest <= torch.finfo(torch.float32).max:
+        found = "holds values beyond fp32's range" if weight.dtype == torch.float64 else "holds NaN or Inf"
+        raise ValueError(f"{name} {tuple(weight.shape)} {found}; repair the weight, or {_SKIP_IT}")
+
+
+def _check_backend(name: str, weight: Tensor, config: _MXConfig, device: torch.device | None) -> None:
+    """Ask the named backend about the weight to be, by a stand-in of its shape without values."""
+    fmt = get_format(config.format)
+    *lead, length = weight.shape
+    stand_in = MXTensor.from_qdata(
+        torch.empty(*lead, fmt.packed_size(length), dtype=torch.uint8, device="meta"),
+        torch.empty(*lead, fmt.num_blocks(length), dtype=torch.uint8, device="meta"),
+        fmt.name,
+        weight.shape,
+        weight.dtype,
+        per_tensor_scale=torch.empty((), device="meta") if fmt.per_tensor else None,
+    ).with_activation(config.activation_format, config.activation_scale_mode)
+    try:
+        select_backend(describe(stand_in, device=device or weight.device), config.backend)
+    except ValueError as error:
+        raise ValueError(f"{name} {tuple(weight.shape)}: {error}") from None
+
+
+def replace_weight(target: Target, device: torch.device | None = None) -> None:
+    """Quantize one checked weight, wherever it is registered; with `device`, the biases beside it move there too."""
+    quantized = quantize_parameter(target.parameter, target.config, device)
+    for site in target.sites:
+        site.module.register_parameter(site.attribute, quantized)
+        site.module.__dict__.pop(SKIP_REASON, None)
+        bias = site.module._parameters.get("bias")
+        if device is not None and bias is not None:
+            bias.data = bias.data.to(device)
+
+
+def _swap(targets: list[Target], device: torch.device | None) -> None:
+    """Replace the weights one by one, each target dropped as it is done: what is replaced is freed at once."""
+    from tqdm.auto import tqdm
+
+    targets.reverse()
+    for _ in tqdm(range(len(targets)), desc="quantizing", unit="weight", delay=1, leave=False):
+        replace_weight(targets.pop(), device)
+
+
+def _record_skips(plan: Plan) -> None:
+    for skip in plan.skips:
+        if not _is_quantized(skip.parameter):
+            for site in skip.sites:
+                setattr(site.module, SKIP_REASON, skip.reason)
+
+
+def _warn_of_experts(skips: list[Skip]) -> None:
+    experts = [skip for skip in skips if skip.is_overlooked_experts]
+    if experts:
+        listed = ", ".join(f"{skip.name} {tuple(skip.parameter.shape)}" for skip in experts[:3])
+        _logger.warning(
+            "%d expert parameters (%s bytes) stay as they are, since %s: %s%s. summary(model) lists all; "
+            "map 'moe' to None to leave them out without this warning",
+            len(experts),
+            f"{sum(skip.parameter.nbytes for skip in experts):,}",
+            experts[0].reason,
+            listed,
+            ", ..." if len(experts) > 3 else "",
+        )
+
+
+def _is_quantized(parameter: Tensor) -> bool:
+    return isinstance(parameter, MXTensor)
+
+
+def _weight_of(module_or_tensor: nn.Module | Tensor) -> MXTensor:
+    if isinstance(module_or_tensor, nn.Module):
+        weight: Tensor | None = module_or_tensor._parameters.get("weight")
+        if isinstance(weight, MXTensor):
+            return weight
+        inside = [name.removesuffix(".weight") for name, p in module_or_tensor.named_parameters() if _is_quantized(p)]
+        remedy = f"name one of its layers, such as {inside[0]!r}" if inside else "quantize it with quantize_ first"
+        raise ValueError(f"{type(module_or_tensor).__name__} has no quantized weight of its own; {remedy}")
+    if isinstance(module_or_tensor, MXTensor) and module_or_tensor.dim() >= 2:
+        return module_or_tensor
+    if isinstance(module_or_tensor, Tensor):
+        shape = tuple(module_or_tensor.shape)
+        raise ValueError(
+            f"a {type(module_or_tensor).__name__} of shape {shape} is no quantized weight; "
+            "pass a matrix that mxquant.quantize made"
+        )
+    raise TypeError(f"explain takes a module or a tensor; got {type(module_or_tensor).__name__}")
+
+
+def _check_model(function: str, model: object) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"{function} takes an nn.Module; got {type(model).__name__}. For a tensor, use mxquant.quantize"
+        )
+
+
+def _usable_device(device: torch.device | str | None) -> torch.device | None:
+    """`device`, once a tensor could be made there.
+
+    Raises:
+        ValueError: there is no such device here, or it holds no values (meta).
+    """
+    if device is None:
+        return None
+    try:
+        usable = torch.empty(0, device=device).device
+    except (RuntimeError, AssertionError, TypeError) as error:
+        raise ValueError(f"device={device!r} cannot be used here: {error}") from None
+    if usable.type == "meta":
+        raise ValueError(
+            "device='meta' holds no values; name a real one, or leave it out to quantize where the weights are"
+        )
+    return usable

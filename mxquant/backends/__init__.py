@@ -1,0 +1,26 @@
+"""Who multiplies: the backends' protocol, their registry, and the backends, one a file."""
+
+from mxquant.backends.base import Backend, Layout, Operand, Problem
+from mxquant.backends.registry import (
+    backend_of_layout,
+    candidates,
+    get_backend,
+    list_backends,
+    register_backend,
+    select,
+    unregister_backend,
+)
+
+__all__ = [
+    "Backend",
+    "Layout",
+    "Operand",
+    "Problem",
+    "candidates",
+    "get_backend",
+    "backend_of_layout",
+    "list_backends",
+    "register_backend",
+    "select",
+    "unregister_backend",
+]

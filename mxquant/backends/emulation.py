@@ -1,0 +1,109 @@
+"""Emulation: decode the weight a few rows at a time and multiply in high precision. Any device, any shape, any pair
+of formats.
+
+Operands are exact. bf16 inputs are multiplied in bf16, where MX values are exact and products are summed in fp32;
+what needs a factor after the sum (NVFP4's per-tensor scale, FP8's row scale) and fp16 (whose range MX scales exceed)
+is multiplied in fp32; fp32 and fp64 in themselves. The whole weight is never held dequantized, and nothing is cached.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mxquant.backends.base import Backend, Operand, Problem
+from mxquant.formats.block import dequantize_blocks
+from mxquant.formats.spec import Format, get_format
+from mxquant.kernels.lookup import RowDecoder
+from mxquant.kernels.qdq import quantize_dequantize
+
+# Decoded elements held at a time: a megabyte of bf16 stays in a core's L2 cache; a GPU wants few launches instead.
+_CPU_CHUNK = 1 << 19
+_DEVICE_CHUNK = 1 << 24
+
+
+class Emulation(Backend):
+    """Dequantize, then an ordinary matmul."""
+
+    name: ClassVar[str] = "emulation"
+    native: ClassVar[bool] = False
+
+    def reject(self, problem: Problem) -> str | None:
+        return None
+
+    def matmul(self, x: Tensor, weight: Operand, bias: Tensor | None, problem: Problem) -> Tensor:
+        fmt = get_format(problem.weight)
+        dtype = _arithmetic_dtype(problem, fmt)
+        outer: Tensor | None = None
+        if problem.activation is not None:
+            activation = get_format(problem.activation, activation=True)
+            x, outer = quantize_dequantize(x, activation, problem.activation_scale_mode, weight.activation_scale, dtype)
+        x = x.to(dtype)
+        multiply = _multiply_blocked if problem.contraction == "blocked" else _multiply_unblocked
+        factors = [factor for factor in (outer, weight.per_tensor_scale) if factor is not None]
+        if not factors:
+            return multiply(x, weight, None if bias is None else bias.to(dtype), problem, fmt).to(problem.dtype)
+        y = multiply(x, weight, None, problem, fmt)
+        for factor in factors:
+            y.mul_(factor.reshape(-1, 1))
+        return (y if bias is None else y.add_(bias)).to(problem.dtype)
+
+
+def _arithmetic_dtype(problem: Problem, fmt: Format) -> torch.dtype:
+    if problem.dtype == torch.float64:
+        return torch.float64
+    activation = get_format(problem.activation, activation=True) if problem.activation else None
+    has_outer_factor = fmt.per_tensor or (activation is not None and activation.scale_format != "e8m0")
+    return torch.bfloat16 if problem.dtype == torch.bfloat16 and not has_outer_factor else torch.float32
+
+
+def _multiply_blocked(x: Tensor, weight: Operand, bias: Tensor | None, problem: Problem, fmt: Format) -> Tensor:
+    """x [M, K] @ w[N, K].T, over chunks of the weight's rows."""
+    n, k = problem.out_features, problem.in_features
+    y = torch.empty(x.shape[0], n, dtype=x.dtype, device=x.device)
+    step = max(1, min(n, _chunk(x) // max(1, k)))
+    decode = _row_decoder(fmt, step, k, problem.block_offset, x)
+    for start in range(0, n, step):
+        rows = slice(start, start + step)
+        w = decode(weight.qdata[rows], weight.scale[rows])
+        y[:, rows] = F.linear(x, w, None if bias is None else bias[rows])
+    return y
+
+
+def _multiply_unblocked(x: Tensor, weight: Operand, bias: Tensor | None, problem: Problem, fmt: Format) -> Tensor:
+    """x [M, N] @ w[N, K], over chunks of the weight's blocks, so that no partial sums are added up."""
+    assert fmt.block_size is not None
+    n, end = problem.out_features, problem.block_offset + problem.in_features
+    y = torch.empty(x.shape[0], problem.in_features, dtype=x.dtype, device=x.device)
+    step = max(1, _chunk(x) // (max(1, n) * fmt.block_size)) * fmt.block_size
+    for first in range(0, end, step):
+        start, stop = max(first, problem.block_offset), min(first + step, end)
+        columns = slice(fmt.packed_size(first), fmt.packed_size(stop))
+        blocks = slice(fmt.num_blocks(first), fmt.num_blocks(stop))
+        decode = _row_decoder(fmt, n, stop - start, start - first, x)
+        w = decode(weight.qdata[:, columns], weight.scale[:, blocks])
+        out = slice(start - problem.block_offset, stop - problem.block_offset)
+        y[:, out] = x @ w if bias is None else torch.addmm(bias[out], x, w)
+    return y
+
+
+def _row_decoder(
+    fmt: Format, rows: int, length: int, block_offset: int, x: Tensor
+) -> Callable[[Tensor, Tensor], Tensor]:
+    """Decodes codes and scales of up to `rows` rows to x's dtype; fp64 by the reference, whose range is fp64's
+    throughout.
+    """
+    if x.dtype == torch.float64:
+        return functools.partial(
+            dequantize_blocks, fmt=fmt, length=length, block_offset=block_offset, dtype=torch.float64
+        )
+    return RowDecoder(fmt, rows, length, block_offset, x.dtype, x.device)
+
+
+def _chunk(x: Tensor) -> int:
+    return _CPU_CHUNK if x.device.type == "cpu" else _DEVICE_CHUNK

@@ -1,0 +1,134 @@
+"""Which backends there are, in the order they are asked, and which one serves a problem."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from typing import TypeVar
+
+from mxquant.backends.base import CANONICAL, Backend, Problem
+from mxquant.backends.emulation import Emulation
+
+_logger = logging.getLogger("mxquant")
+_backends: dict[str, Backend] = {Emulation.name: Emulation()}
+_B = TypeVar("_B", bound=type[Backend])
+
+
+def register_backend(cls: _B, before: str = Emulation.name) -> _B:
+    """Add a backend, asked before the one named `before`; usable as a class decorator.
+
+    Args:
+        cls: a subclass of `mxquant.backends.Backend` with a new `name`.
+        before: an existing backend's name; by default emulation, which takes everything.
+
+    Raises:
+        TypeError: `cls` is not a concrete subclass of Backend with a name.
+        ValueError: its name or its layout's name is taken or reserved, or `before` is unknown.
+    """
+    if not (isinstance(cls, type) and issubclass(cls, Backend)):
+        raise TypeError(f"register_backend takes a subclass of mxquant.backends.Backend; got {cls!r}")
+    if not isinstance(getattr(cls, "name", None), str):
+        raise TypeError(f"{cls.__name__} has no name; give it a class attribute `name`, a string")
+    if cls.name in (*_backends, "auto", ""):
+        raise ValueError(f"backend name {cls.name!r} is taken; registered: {', '.join(_backends)} (auto is reserved)")
+    if cls.layout is not None and cls.layout.name in (
+        CANONICAL,
+        *(b.layout.name for b in _backends.values() if b.layout),
+    ):
+        raise ValueError(
+            f"layout name {cls.layout.name!r} of backend {cls.name!r} is taken; give the layout another name"
+        )
+    position = list(_backends).index(_known(before))
+    items = list(_backends.items())
+    items.insert(position, (cls.name, cls()))
+    _backends.clear()
+    _backends.update(items)
+    _select.cache_clear()
+    return cls
+
+
+def unregister_backend(name: str) -> None:
+    """Remove a backend that `register_backend` added; weights kept in its layout can no longer be used.
+
+    Raises:
+        ValueError: no such backend, or emulation, which everything falls back to.
+    """
+    if _known(name) == Emulation.name:
+        raise ValueError("backend 'emulation' cannot be removed: everything falls back to it")
+    del _backends[name]
+    _select.cache_clear()
+
+
+def list_backends() -> list[str]:
+    """Names of the registered backends, in the order they are asked."""
+    return list(_backends)
+
+
+def get_backend(name: str) -> Backend:
+    """The backend called `name`.
+
+    Raises:
+        ValueError: no such backend.
+    """
+    return _backends[_known(name)]
+
+
+def backend_of_layout(name: str) -> Backend:
+    """The first backend that reads layout `name`.
+
+    Raises:
+        ValueError: no registered backend has it.
+    """
+    for backend in _backends.values():
+        if name == (CANONICAL if backend.layout is None else backend.layout.name):
+            return backend
+    raise ValueError(
+        f"layout {name!r} belongs to no registered backend ({', '.join(_backends)}); register the backend that made it"
+    )
+
+
+def candidates(problem: Problem) -> list[tuple[str, str | None]]:
+    """Every backend in order with None if it takes `problem`, else the reason why not."""
+    return [(name, backend.reject(problem)) for name, backend in _backends.items()]
+
+
+def select(problem: Problem, requested: str = "auto") -> Backend:
+    """The first backend that takes `problem`, or the requested one.
+
+    Raises:
+        ValueError: the requested backend is unknown, or rejects the problem.
+    """
+    return _select(problem, requested)
+
+
+@functools.lru_cache(maxsize=4096)
+def _select(problem: Problem, requested: str) -> Backend:
+    if requested != "auto":
+        backend = get_backend(requested)
+        reason = backend.reject(problem)
+        if reason is not None:
+            raise ValueError(
+                f"backend {requested!r} cannot compute this matmul: {reason}. "
+                'Use backend="auto" for the best one that can, or explain() for what each says'
+            )
+        return backend
+    backend = next(backend for backend in _backends.values() if backend.reject(problem) is None)
+    if not backend.native and problem.device.type not in ("cpu", "meta"):
+        _log_emulation(problem.device.type)
+    return backend
+
+
+@functools.cache
+def _log_emulation(device_type: str) -> None:
+    """Once a process and device type: it explains a slow run, and more lines would bury it."""
+    _logger.warning(
+        "no native backend computes this matmul on %s: emulating it (dequantize, then an ordinary matmul). "
+        "mxquant.explain(layer) gives each backend's reason",
+        device_type,
+    )
+
+
+def _known(name: str) -> str:
+    if name not in _backends:
+        raise ValueError(f"backend {name!r} is unknown; registered: {', '.join(_backends)}")
+    return name

@@ -1,0 +1,262 @@
+"""The config dataclasses, their shorthands, and the mappings from names to configs.
+
+A config says what a linear computes: the weight's format and scale mode, the activation's, and who multiplies. It is
+validated when it is built, all but the backend's name, which `quantize_` looks up: more may be registered until then.
+
+The classes derive from `torchao.core.config.AOBaseConfig`, so that `torchao.quantization.quantize_` takes them too.
+"""
+
+from __future__ import annotations
+
+import abc
+import difflib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from torchao.core.config import AOBaseConfig
+
+from mxquant.formats.spec import FORMAT_ALIASES, WEIGHT_FORMATS, get_format, resolve_scale_mode
+
+KINDS = ("linear", "moe")
+"""What a mapping names by kind: the weights of `nn.Linear` modules, and the stacked experts of MoE blocks."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _MXConfig(AOBaseConfig):
+    """What the configs share: the fields (documented at `MXFP4Config`) and their validation."""
+
+    activation: str | None = "same"
+    scale_mode: str = "even"
+    activation_scale_mode: str | None = None
+    backend: str = "auto"
+
+    @property
+    @abc.abstractmethod
+    def format(self) -> str:
+        """The weight's format by its full name, such as "mxfp6_e2m3"."""
+
+    @property
+    def activation_format(self) -> str | None:
+        """The activation's format by its full name; None for weight-only."""
+        if self.activation is None:
+            return None
+        return self.format if self.activation == "same" else get_format(self.activation, activation=True).name
+
+    def __post_init__(self) -> None:
+        weight = get_format(self.format)
+        if self.scale_mode not in weight.scale_modes:
+            accepted = ", ".join(weight.scale_modes)
+            raise ValueError(f"scale_mode={self.scale_mode!r} is unknown for {weight.name}; use one of {accepted}")
+        self._check_activation()
+        if not isinstance(self.backend, str):
+            raise TypeError(
+                f"backend must be 'auto' or a name in mxquant.list_backends(); got {self.backend!r}, which is no string"
+            )
+
+    def _check_activation(self) -> None:
+        try:
+            activation = self.activation_format
+        except (TypeError, ValueError) as error:
+            others = f"activation can also be 'same' (here: {self.format}) or None (weight-only)"
+            raise type(error)(f"activation={self.activation!r}: {error}; {others}") from None
+        if self.activation_scale_mode is None:
+            return
+        if activation is None:
+            raise ValueError(
+                f"activation_scale_mode={self.activation_scale_mode!r} given, but activation is None (weight-only); "
+                "leave activation_scale_mode out, or name an activation format"
+            )
+        try:
+            resolve_scale_mode(get_format(activation, activation=True), self.activation_scale_mode)
+        except ValueError as error:
+            raise ValueError(f"activation_scale_mode={self.activation_scale_mode!r}: {error}") from None
+
+
+@dataclass(frozen=True, kw_only=True)
+class MXFP4Config(_MXConfig):
+    """MXFP4: E2M1 codes and one E8M0 scale a block of 32; 4.25 bits a weight.
+
+    Args:
+        activation: the format that activations are quantized to in the matmul: "same" as the weight's, another format's
+            name ("mxfp8", "fp8_e4m3", ...), or None for weight-only.
+        scale_mode: how the weight's scales are rounded: "floor", "even", "ceil", "rceil" or "even_fp4".
+        activation_scale_mode: the same for activations; None is their format's own default, whatever `scale_mode` is.
+        backend: who multiplies; "auto" takes the first in the registry's order that computes this config exactly.
+
+    Raises:
+        ValueError: an unknown format or scale mode, or an `activation_scale_mode` for activations that have none.
+        TypeError: a format or a backend that is not named by a string.
+    """
+
+    @property
+    def format(self) -> str:
+        return "mxfp4"
+
+
+@dataclass(frozen=True)
+class MXFP6Config(_MXConfig):
+    """MXFP6: packed 6-bit codes and one E8M0 scale a block of 32; 6.25 bits a weight.
+
+    Args:
+        element: "e2m3" (finer) or "e3m2" (wider).
+        activation, scale_mode, activation_scale_mode, backend: as for `MXFP4Config`.
+    """
+
+    element: str = "e2m3"
+
+    @property
+    def format(self) -> str:
+        return _format_of("mxfp6", self.element)
+
+
+@dataclass(frozen=True)
+class MXFP8Config(_MXConfig):
+    """MXFP8: 8-bit codes and one E8M0 scale a block of 32; 8.25 bits a weight. Its scale mode is "rceil" by default.
+
+    Args:
+        element: "e4m3" (finer) or "e5m2" (wider).
+        activation, scale_mode, activation_scale_mode, backend: as for `MXFP4Config`.
+    """
+
+    element: str = "e4m3"
+    scale_mode: str = field(default="rceil", kw_only=True)
+
+    @property
+    def format(self) -> str:
+        return _format_of("mxfp8", self.element)
+
+
+@dataclass(frozen=True, kw_only=True)
+class NVFP4Config(_MXConfig):
+    """NVFP4: E2M1 codes, one E4M3 scale a block of 16 and one fp32 scale a tensor; 4.5 bits a weight.
+
+    Args:
+        activation, activation_scale_mode, backend: as for `MXFP4Config`.
+        scale_mode: "even", the only one: block scales are rounded to the nearest E4M3 value.
+    """
+
+    @property
+    def format(self) -> str:
+        return "nvfp4"
+
+
+def _format_of(family: str, element: object) -> str:
+    accepted = [name.removeprefix(f"{family}_") for name in WEIGHT_FORMATS if name.startswith(family)]
+    if element in accepted:
+        return f"{family}_{element}"
+    kind = ValueError if isinstance(element, str) else TypeError
+    raise kind(f"element {element!r} is unknown to {family}; use one of {', '.join(accepted)}")
+
+
+def mxfp4(**fields: Any) -> MXFP4Config:
+    """`MXFP4Config` with the same keywords."""
+    return MXFP4Config(**fields)
+
+
+def mxfp6(element: str = "e2m3", **fields: Any) -> MXFP6Config:
+    """`MXFP6Config` with the same keywords."""
+    return MXFP6Config(element, **fields)
+
+
+def mxfp8(element: str = "e4m3", **fields: Any) -> MXFP8Config:
+    """`MXFP8Config` with the same keywords."""
+    return MXFP8Config(element, **fields)
+
+
+def nvfp4(**fields: Any) -> NVFP4Config:
+    """`NVFP4Config` with the same keywords."""
+    return NVFP4Config(**fields)
+
+
+_SHORTHANDS = {"mxfp4": mxfp4, "mxfp6": mxfp6, "mxfp8": mxfp8, "nvfp4": nvfp4}
+_DICT_KEYS = ("weight", *(option.name for option in fields(_MXConfig)))
+_ACCEPTED = (
+    f"a config such as MXFP4Config(), a format's name ({', '.join((*WEIGHT_FORMATS, *FORMAT_ALIASES))}), "
+    "a dict such as {'weight': 'mxfp4', 'activation': None}, or None to skip"
+)
+
+
+def resolve_config(value: object) -> _MXConfig | None:
+    """The config that `value` stands for, or None where it says to skip.
+
+    Args:
+        value: a config; a weight format's name; a dict with "weight" (a format's name) and fields of a config; or None.
+
+    Raises:
+        ValueError: an unknown name, field or value.
+        TypeError: none of these.
+    """
+    if value is None or isinstance(value, _MXConfig):
+        return value
+    if isinstance(value, str):
+        return _named_config(value)
+    if isinstance(value, Mapping):
+        return _config_from_dict(value)
+    if isinstance(value, type) and issubclass(value, _MXConfig):
+        raise TypeError(f"{value.__name__} is the class; pass an instance: {value.__name__}()")
+    hint = "; use torchao.quantization.quantize_ for torchao's own configs" if isinstance(value, AOBaseConfig) else ""
+    raise TypeError(f"{value!r} is not a config; use {_ACCEPTED}{hint}")
+
+
+def resolve_mapping(config: object) -> dict[str, _MXConfig | None]:
+    """`config` as a mapping from keys (kinds, names, patterns) to configs, None where a key skips.
+
+    A single config means every linear. A dict is a single config if it has "weight" and else only a config's fields.
+
+    Raises:
+        ValueError, TypeError: as `resolve_config`, naming the key; an empty mapping; None; a key that is not a string.
+    """
+    if isinstance(config, Mapping) and not ("weight" in config and set(config) <= set(_DICT_KEYS)):
+        if not config:
+            raise ValueError(f"the config mapping is empty; give it keys such as 'linear', or pass {_ACCEPTED}")
+        return {_checked_key(key): _resolve_value(key, value) for key, value in config.items()}
+    resolved = resolve_config(config)
+    if resolved is None:
+        raise TypeError(f"config is None, which quantizes nothing; use {_ACCEPTED} (None only as a mapping's value)")
+    return {"linear": resolved}
+
+
+def suggestion(name: str, known: Iterable[str]) -> str:
+    """ "; did you mean ...?" where `known` has a name near to `name`, else nothing."""
+    near = difflib.get_close_matches(name, list(known), n=1)
+    return f"; did you mean {near[0]!r}?" if near else ""
+
+
+def _checked_key(key: object) -> str:
+    if isinstance(key, str) and key:
+        return key
+    raise TypeError(
+        f"a mapping's key must be 'linear', 'moe', a module's or parameter's name, a glob or 're:...'; got {key!r}"
+    )
+
+
+def _resolve_value(key: str, value: object) -> _MXConfig | None:
+    try:
+        return resolve_config(value)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"config of key {key!r}: {error}") from None
+
+
+def _named_config(name: str, **options: Any) -> _MXConfig:
+    """The config whose weight format is `name`, with `options` for its other fields."""
+    known = (*WEIGHT_FORMATS, *FORMAT_ALIASES)
+    if name not in known:
+        raise ValueError(f"{name!r} is not a config; use {_ACCEPTED}{suggestion(name, known)}")
+    family, _, element = name.partition("_")
+    return _SHORTHANDS[family](*[element] if element else [], **options)
+
+
+def _config_from_dict(value: Mapping[object, object]) -> _MXConfig:
+    options = dict(value)
+    weight = options.pop("weight", None)
+    if not isinstance(weight, str):
+        raise ValueError(
+            f"a config given as a dict needs 'weight', a format's name ({', '.join(WEIGHT_FORMATS)}); "
+            f"got {dict(value)!r} (to skip, use None instead of a dict)"
+        )
+    for key in options:
+        if key not in _DICT_KEYS:
+            near = suggestion(str(key), _DICT_KEYS)
+            raise ValueError(f"{key!r} is not a field of a config; use any of {', '.join(_DICT_KEYS)}{near}")
+    return _named_config(weight, **{str(key): option for key, option in options.items()})

@@ -1,0 +1,33 @@
+"""What the bits mean: element formats, scales, packing and blocks, in pure torch on plain tensors."""
+
+from mxquant.formats.block import dequantize_blocks, quantize_blocks
+from mxquant.formats.convert import to_fp32
+from mxquant.formats.row import quantize_rows
+from mxquant.formats.scale import nvfp4_per_tensor_scale, nvfp4_row_scale
+from mxquant.formats.spec import (
+    ACTIVATION_FORMATS,
+    ELEMENT_FORMATS,
+    FORMATS,
+    WEIGHT_FORMATS,
+    ElementFormat,
+    Format,
+    get_format,
+    resolve_scale_mode,
+)
+
+__all__ = [
+    "ACTIVATION_FORMATS",
+    "ELEMENT_FORMATS",
+    "FORMATS",
+    "WEIGHT_FORMATS",
+    "ElementFormat",
+    "Format",
+    "dequantize_blocks",
+    "get_format",
+    "nvfp4_per_tensor_scale",
+    "nvfp4_row_scale",
+    "quantize_blocks",
+    "quantize_rows",
+    "resolve_scale_mode",
+    "to_fp32",
+]

@@ -1,0 +1,91 @@
+"""Element formats: fp32 values to codes (round to nearest even, saturating) and codes to values.
+
+A code is the minifloat's bit pattern in the low bits of a uint8. Source: OCP MX v1.0, sections 5.3 and 6.3.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import torch
+from torch import Tensor
+
+from mxquant.formats.spec import ElementFormat
+
+MAGNITUDE_MASK = 0x7FFFFFFF
+_FP32_MANTISSA_BITS = 23
+_FP32_BIAS = 127
+
+
+def _fp32_bits(value: float) -> int:
+    """The bit pattern of a power of two in fp32's normal range."""
+    return (int(math.log2(value)) + _FP32_BIAS) << _FP32_MANTISSA_BITS
+
+
+def encode(values: Tensor, element: ElementFormat, *, canonical_zero: bool = False) -> Tensor:
+    """Codes of `values`, rounded to nearest even; what lies beyond the largest value becomes the largest value.
+
+    Integer arithmetic on the fp32 bits, so every device and the compiler give the same codes.
+
+    Args:
+        values: fp32, any shape. NaN and Inf saturate; callers replace such blocks.
+        canonical_zero: give every zero the code of +0 (AMD Quark does), instead of keeping the sign.
+
+    Returns:
+        uint8 codes of the same shape.
+    """
+    bits = values.contiguous().view(torch.int32)
+    magnitude = bits & MAGNITUDE_MASK
+    codes = torch.where(
+        magnitude < _fp32_bits(2.0**element.min_exponent),
+        _encode_subnormal(magnitude, element),
+        _encode_normal(magnitude, element),
+    ).clamp_(max=element.max_code)
+    sign = (bits >> (32 - element.bits)).bitwise_and_(element.sign_code)
+    if canonical_zero:
+        sign.masked_fill_(codes == 0, 0)
+    return codes.bitwise_or_(sign).to(torch.uint8)
+
+
+def _encode_normal(magnitude: Tensor, element: ElementFormat) -> Tensor:
+    """Drop mantissa bits with a carry that runs into the exponent, then rebase the exponent."""
+    dropped = _FP32_MANTISSA_BITS - element.mantissa_bits
+    rebase = (_FP32_BIAS - element.bias) << _FP32_MANTISSA_BITS
+    last_kept = (magnitude >> dropped).bitwise_and_(1)
+    return last_kept.add_(magnitude).add_((1 << (dropped - 1)) - 1 - rebase).bitwise_right_shift_(dropped)
+
+
+def _encode_subnormal(magnitude: Tensor, element: ElementFormat) -> Tensor:
+    """Add the power of two whose last fp32 bit is the element's smallest step: the addition itself rounds to nearest
+    even.
+    """
+    anchor = 2.0 ** (element.min_exponent + _FP32_MANTISSA_BITS - element.mantissa_bits)
+    return (magnitude.view(torch.float32) + anchor).view(torch.int32).sub_(_fp32_bits(anchor))
+
+
+def _value_of(code: int, element: ElementFormat) -> float:
+    sign = -1.0 if code & element.sign_code else 1.0
+    code &= element.sign_code - 1
+    if code > element.max_code:
+        infinity = element.name == "e5m2" and code == element.max_code + 1
+        return sign * math.inf if infinity else math.nan
+    exponent, mantissa = code >> element.mantissa_bits, code & ((1 << element.mantissa_bits) - 1)
+    fraction = mantissa / (1 << element.mantissa_bits)
+    if exponent == 0:
+        return sign * fraction * 2.0**element.min_exponent
+    return sign * (1 + fraction) * 2.0 ** (exponent - element.bias)
+
+
+@functools.cache
+def element_values(element: ElementFormat) -> tuple[float, ...]:
+    """The value of every code, 0 to 2**bits - 1; NaN and Inf codes as the element format defines them."""
+    return tuple(_value_of(code, element) for code in range(1 << element.bits))
+
+
+def decode(codes: Tensor, element: ElementFormat, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Values of uint8 `codes` (high bits zero), exact in any `dtype` of at least bf16's precision and the format's
+    range.
+    """
+    table = torch.tensor(element_values(element), dtype=dtype, device=codes.device)
+    return table[codes.long()]

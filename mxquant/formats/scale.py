@@ -1,0 +1,121 @@
+"""Scales: E8M0 bytes by integer arithmetic on fp32 bits, NVFP4's E4M3 scales, and their values.
+
+No log2, exp2 or half-precision arithmetic takes part, since those are where implementations disagree by one. Sources:
+OCP MX v1.0 section 5.4.1 (E8M0: byte b is 2^(b-127), 255 is NaN, there is no zero) and 6.3 (`floor`); `even`: AMD
+Quark, torchao EVEN; `ceil`: torchao CEIL; `rceil`: NVIDIA cuBLAS, torchao RCEIL; `even_fp4`: compressed-tensors'
+MXFP8, which uses FP4's rounding constant for every element format; NVFP4: NVIDIA ModelOpt.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mxquant.formats.convert import chunk_elements, to_fp32
+from mxquant.formats.element import decode, encode
+from mxquant.formats.spec import ELEMENT_FORMATS, ElementFormat
+
+NAN_BYTE = 255
+_INFINITY_BITS = 0x7F800000
+_MANTISSA_MASK = 0x7FFFFF
+_FP4_MANTISSA_BITS = ELEMENT_FORMATS["e2m1"].mantissa_bits
+_E4M3 = ELEMENT_FORMATS["e4m3"]
+_E4M3_MIN = 2.0**-9
+_E2M1_MAX = ELEMENT_FORMATS["e2m1"].max_value
+_FP32_MIN_NORMAL = 2.0**-126
+
+
+def is_nonfinite(amax_bits: Tensor) -> Tensor:
+    """Whether the magnitude with these fp32 bits is Inf or NaN."""
+    return amax_bits >= _INFINITY_BITS
+
+
+def e8m0_from_amax(amax_bits: Tensor, element: ElementFormat, mode: str) -> Tensor:
+    """The E8M0 byte of blocks whose largest magnitude has the fp32 bits `amax_bits`.
+
+    Args:
+        amax_bits: int32, sign bit clear.
+        mode: "floor", "even", "ceil", "rceil" or "even_fp4".
+
+    Returns:
+        int32 in 0..254, 255 where the magnitude is Inf or NaN. At most 253 otherwise.
+    """
+    exponent = amax_bits >> 23
+    if mode == "even":
+        exponent = (amax_bits + (1 << (22 - element.mantissa_bits))) >> 23
+    elif mode == "even_fp4":
+        exponent = (amax_bits + (1 << (22 - _FP4_MANTISSA_BITS))) >> 23
+    elif mode == "ceil":
+        exponent = exponent + ((amax_bits & _MANTISSA_MASK) != 0)
+    elif mode == "rceil":
+        # amax <= max_value * 2^e, compared on the mantissas: the smallest such e is one more where amax's mantissa is
+        # the larger.
+        max_mantissa = int((element.max_value / 2.0**element.max_exponent - 1) * (1 << 23))
+        exponent = exponent + ((amax_bits & _MANTISSA_MASK) > max_mantissa)
+    elif mode != "floor":
+        raise ValueError(f"scale mode {mode!r} is unknown; use floor, even, ceil, rceil or even_fp4")
+    byte = (exponent - element.max_exponent).clamp_(min=0)
+    return byte.masked_fill_(is_nonfinite(amax_bits), NAN_BYTE)
+
+
+def e8m0_reciprocal(byte: Tensor) -> Tensor:
+    """fp32 2^(127-b) of int32 bytes 0..253: a normal number for each, unlike 2^(b-127); -Inf for 255."""
+    return ((254 - byte) << 23).view(torch.float32)
+
+
+def e8m0_to_float(byte: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """2^(b-127) of uint8 bytes, NaN for 255, exact in fp32, fp64 and bf16 (byte 0 is their subnormal 2^-127)."""
+    bits = byte.to(torch.int32) << 23
+    bits.masked_fill_(byte == 0, 1 << 22).masked_fill_(byte == NAN_BYTE, 0x7FC00000)
+    return bits.view(torch.float32).to(dtype)
+
+
+def e4m3_to_float(byte: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Value of uint8 E4M3 bytes: NVFP4's block scales."""
+    return decode(byte, _E4M3, dtype)
+
+
+def nvfp4_per_tensor_scale(x: Tensor) -> Tensor:
+    """NVFP4's fp32 scale, a multiplier in decoding: amax / (448 * 6) of the finite elements, ModelOpt's
+    `weight_scale_2`.
+
+    An all-zero tensor gets 1, so does an empty one. The scale is never below fp32's smallest normal number, so that
+    it can be divided by.
+
+    Returns:
+        fp32, 0-dim.
+    """
+    if x.numel() == 0:
+        return torch.ones((), device=x.device)
+    chunks = x.flatten().split(chunk_elements(x))
+    return _nvfp4_scale(torch.stack([_finite_magnitude(chunk).amax() for chunk in chunks]).amax())
+
+
+def nvfp4_row_scale(x: Tensor) -> Tensor:
+    """`nvfp4_per_tensor_scale` of each row of `x` [..., K], for activations: fp32 [..., 1]."""
+    return _nvfp4_scale(_finite_magnitude(x).amax(-1, keepdim=True))
+
+
+def _finite_magnitude(x: Tensor) -> Tensor:
+    values = to_fp32(x)
+    return torch.where(values.isfinite(), values.abs(), 0)
+
+
+def _nvfp4_scale(amax: Tensor) -> Tensor:
+    scale = (amax / (_E2M1_MAX * _E4M3.max_value)).clamp_(min=_FP32_MIN_NORMAL)
+    return scale.masked_fill_(amax == 0, 1.0)
+
+
+def e4m3_from_amax(amax: Tensor, per_tensor_scale: Tensor) -> Tensor:
+    """NVFP4's E4M3 block scale bytes, as ModelOpt: amax / (6 * per_tensor_scale) in [2^-9, 448], 1.0 for an all-zero
+    block.
+
+    Args:
+        amax: fp32 [..., blocks]; Inf or NaN gives byte 255.
+        per_tensor_scale: fp32, broadcastable.
+
+    Returns:
+        uint8 [..., blocks].
+    """
+    ratio = (amax / (_E2M1_MAX * per_tensor_scale)).masked_fill_(amax == 0, 1.0)
+    return encode(ratio.clamp_(_E4M3_MIN, _E4M3.max_value), _E4M3).masked_fill_(~amax.isfinite(), NAN_BYTE)

@@ -1,0 +1,167 @@
+"""The formats by name: element formats, block sizes, scale formats and the scale modes each accepts.
+
+Sources: OCP Microscaling Formats (MX) v1.0, sections 5.2 to 5.4; NVIDIA's NVFP4 (E2M1, blocks of 16, one E4M3 scale a
+block and one fp32 scale a tensor). Everything here is data: no tensor is touched.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+MX_SCALE_MODES = ("floor", "even", "ceil", "rceil", "even_fp4")
+
+
+@dataclass(frozen=True)
+class ElementFormat:
+    """A minifloat: one sign bit, `exponent_bits`, `mantissa_bits`; subnormals always, finite values only when
+    quantizing.
+    """
+
+    name: str
+    exponent_bits: int
+    mantissa_bits: int
+    bias: int
+    max_exponent: int
+    """Exponent of the largest power of two (`emax` of the specification)."""
+    max_value: float
+
+    @property
+    def bits(self) -> int:
+        return 1 + self.exponent_bits + self.mantissa_bits
+
+    @property
+    def min_exponent(self) -> int:
+        """Exponent of the smallest normal value."""
+        return 1 - self.bias
+
+    @property
+    def max_code(self) -> int:
+        """The code of `max_value`; larger codes below `sign_code` are NaN or Inf (E4M3 and E5M2 only)."""
+        mantissa = self.max_value / 2.0**self.max_exponent
+        return ((self.max_exponent + self.bias) << self.mantissa_bits) + int((mantissa - 1) * (1 << self.mantissa_bits))
+
+    @property
+    def sign_code(self) -> int:
+        """The code of -0: the sign bit alone."""
+        return 1 << (self.bits - 1)
+
+
+@dataclass(frozen=True)
+class Format:
+    """A block format: an element format, a block size and a scale format."""
+
+    name: str
+    element: ElementFormat
+    block_size: int | None
+    """Elements that share a scale, along the blocked axis; None: one scale a row (activations only)."""
+    scale_format: str
+    """"e8m0" (a power of two, one byte), "e4m3" (one byte) or "fp32"."""
+    scale_modes: tuple[str, ...]
+    default_scale_mode: str | None
+
+    @property
+    def per_tensor(self) -> bool:
+        """Whether a second, fp32 scale covers the whole tensor (NVFP4)."""
+        return self.scale_format == "e4m3"
+
+    @property
+    def codes_per_group(self) -> int:
+        """Codes that are packed together into whole bytes: 2 in 1 byte (4 bits), 4 in 3 bytes (6 bits), 1 in 1 (8
+        bits).
+        """
+        return {4: 2, 6: 4, 8: 1}[self.element.bits]
+
+    @property
+    def bytes_per_group(self) -> int:
+        return self.codes_per_group * self.element.bits // 8
+
+    @property
+    def bits_per_weight(self) -> float:
+        """Element bits plus the share in the block's scale byte; per-tensor scales and partial blocks not counted."""
+        return self.element.bits + (8 / self.block_size if self.block_size else 0)
+
+    def packed_size(self, length: int) -> int:
+        """Bytes that hold `length` codes: whole groups, so at most one byte (4 bits) or two (6 bits) more than
+        needed.
+        """
+        return -(-length // self.codes_per_group) * self.bytes_per_group
+
+    def num_blocks(self, length: int) -> int:
+        """Blocks that cover `length` elements, the last one possibly partial."""
+        return -(-length // self.block_size) if self.block_size else 1
+
+
+ELEMENT_FORMATS: dict[str, ElementFormat] = {
+    element.name: element
+    for element in (
+        ElementFormat("e2m1", 2, 1, bias=1, max_exponent=2, max_value=6.0),
+        ElementFormat("e2m3", 2, 3, bias=1, max_exponent=2, max_value=7.5),
+        ElementFormat("e3m2", 3, 2, bias=3, max_exponent=4, max_value=28.0),
+        ElementFormat("e4m3", 4, 3, bias=7, max_exponent=8, max_value=448.0),
+        ElementFormat("e5m2", 5, 2, bias=15, max_exponent=15, max_value=57344.0),
+    )
+}
+
+
+def _mx(name: str, element: str, default_scale_mode: str) -> Format:
+    return Format(name, ELEMENT_FORMATS[element], 32, "e8m0", MX_SCALE_MODES, default_scale_mode)
+
+
+FORMATS: dict[str, Format] = {
+    fmt.name: fmt
+    for fmt in (
+        _mx("mxfp4", "e2m1", "even"),
+        _mx("mxfp6_e2m3", "e2m3", "even"),
+        _mx("mxfp6_e3m2", "e3m2", "even"),
+        _mx("mxfp8_e4m3", "e4m3", "rceil"),
+        _mx("mxfp8_e5m2", "e5m2", "rceil"),
+        # The E4M3 scale is always rounded to nearest even: the one mode there is.
+        Format("nvfp4", ELEMENT_FORMATS["e2m1"], 16, "e4m3", ("even",), "even"),
+        Format("fp8_e4m3", ELEMENT_FORMATS["e4m3"], None, "fp32", (), None),
+        Format("fp8_e5m2", ELEMENT_FORMATS["e5m2"], None, "fp32", (), None),
+    )
+}
+
+FORMAT_ALIASES = {"mxfp6": "mxfp6_e2m3", "mxfp8": "mxfp8_e4m3"}
+
+WEIGHT_FORMATS = tuple(name for name, fmt in FORMATS.items() if fmt.block_size is not None)
+ACTIVATION_FORMATS = tuple(FORMATS)
+
+
+def get_format(name: str, *, activation: bool = False) -> Format:
+    """The format called `name` (or its alias: "mxfp6", "mxfp8").
+
+    Args:
+        activation: also accept the formats that only activations can have (one scale a row: "fp8_e4m3", "fp8_e5m2").
+
+    Raises:
+        ValueError: no such format, or an activation format where a weight's is asked for.
+        TypeError: `name` is not a string.
+    """
+    accepted = ACTIVATION_FORMATS if activation else WEIGHT_FORMATS
+    if not isinstance(name, str):
+        raise TypeError(f"a format is named by a string, one of {', '.join(accepted)}; got {name!r}")
+    resolved = FORMAT_ALIASES.get(name, name)
+    if resolved in accepted:
+        return FORMATS[resolved]
+    why = "is for activations only" if resolved in FORMATS else "is unknown"
+    raise ValueError(
+        f"format {name!r} {why}; use one of {', '.join(accepted)} (mxfp6 stands for mxfp6_e2m3, mxfp8 for mxfp8_e4m3)"
+    )
+
+
+def resolve_scale_mode(fmt: Format, mode: str | None) -> str | None:
+    """`mode`, or the format's default for None.
+
+    Raises:
+        ValueError: the format has no such scale mode.
+    """
+    if mode is None:
+        return fmt.default_scale_mode
+    if mode in fmt.scale_modes:
+        return mode
+    if not fmt.scale_modes:
+        raise ValueError(
+            f"scale mode {mode!r} given for {fmt.name}, which has an fp32 scale a row and no modes; drop it"
+        )
+    raise ValueError(f"scale mode {mode!r} is unknown for {fmt.name}; use one of {', '.join(fmt.scale_modes)}")

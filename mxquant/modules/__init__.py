@@ -1,0 +1,1 @@
+"""What is quantized inside a module."""

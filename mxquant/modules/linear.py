@@ -1,0 +1,60 @@
+"""One parameter of a linear layer or embedding, to its quantized form and back."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from mxquant.tensor import MXTensor, as_weight, quantize
+
+
+class WeightConfig(Protocol):
+    """What a config says about one weight."""
+
+    @property
+    def format(self) -> str: ...
+    @property
+    def scale_mode(self) -> str: ...
+    @property
+    def activation_format(self) -> str | None: ...
+    @property
+    def activation_scale_mode(self) -> str | None: ...
+    @property
+    def backend(self) -> str: ...
+
+
+def quantize_parameter(
+    parameter: nn.Parameter, config: WeightConfig, device: torch.device | str | None = None
+) -> nn.Parameter:
+    """A frozen parameter with the quantized weight, blocked along its last axis, with the Python attributes of the
+    old one.
+
+    Args:
+        parameter: [N, K], floating.
+        device: quantize there and leave the result there; None: where the parameter is.
+
+    Raises:
+        ValueError: NaN or Inf in the weight, or the named backend is unknown or cannot compute the config there.
+    """
+    source = parameter.detach() if device is None else parameter.detach().to(device)
+    quantized = quantize(source, config.format, scale_mode=config.scale_mode, nonfinite="raise")
+    quantized = quantized.with_activation(config.activation_format, config.activation_scale_mode)
+    return _replace(parameter, as_weight(quantized, config.backend), requires_grad=False)
+
+
+def dequantize_parameter(parameter: nn.Parameter) -> nn.Parameter:
+    """An ordinary parameter with the values of a quantized one, with its Python attributes; frozen, as the quantized
+    one was.
+    """
+    if not isinstance(parameter, MXTensor):
+        raise TypeError(f"only a quantized parameter can be dequantized; got {type(parameter).__name__}")
+    return _replace(parameter, parameter.dequantize(), requires_grad=parameter.requires_grad)
+
+
+def _replace(old: nn.Parameter, data: torch.Tensor, *, requires_grad: bool) -> nn.Parameter:
+    attributes = old.foreign_attributes() if isinstance(old, MXTensor) else old.__dict__
+    new = nn.Parameter(data, requires_grad=requires_grad)
+    new.__dict__.update(attributes)
+    return new

@@ -1,0 +1,232 @@
+"""What was done to a model, as data that prints as text and renders as HTML: `Summary`; `Explanation` of a layer."""
+
+from __future__ import annotations
+
+import html
+import io
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from mxquant.tensor import MXTensor, precision
+
+SKIP_REASON = "_mxquant_skipped"
+"""The attribute of a module that says, in a few words, why `quantize_` left its parameters as they are."""
+
+_CHUNK_ELEMENTS = 1 << 20
+_NUMBERS = ("bits", "bytes", "SQNR dB")
+
+
+@dataclass(frozen=True)
+class QuantizedWeight:
+    """One quantized parameter."""
+
+    name: str
+    kind: str
+    """ "linear", "embedding", or the class of the module that holds it."""
+    format: str
+    precision: str
+    """ "W4A4", "W4A16", ..."""
+    backend: str
+    """The backend that computes its matmuls where it lies."""
+    shape: tuple[int, ...]
+    nbytes: int
+    """Real bytes: codes, scales and all."""
+    bits_per_weight: float
+    sqnr_db: float | None
+    """Signal to quantization noise, 20 log10(|w| / |w - q|) with the original weight w; None if that was not given."""
+
+
+@dataclass(frozen=True)
+class SkippedWeight:
+    """One parameter of two or more dimensions that is not quantized."""
+
+    name: str
+    reason: str
+    shape: tuple[int, ...]
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What is quantized in a model and what is not. Prints as text, renders as HTML in a notebook.
+
+    The totals count each parameter once, tied or not, and no buffers.
+    """
+
+    quantized: list[QuantizedWeight]
+    skipped: list[SkippedWeight]
+    num_parameters: int
+    nbytes: int
+    """Of all parameters, now."""
+    nbytes_before: int
+    """Of all parameters, were the quantized ones still in the dtype they stand for."""
+
+    @property
+    def bits_per_weight(self) -> float | None:
+        """Mean over the quantized weights; None if there are none."""
+        weights = sum(math.prod(row.shape) for row in self.quantized)
+        return 8 * sum(row.nbytes for row in self.quantized) / weights if weights else None
+
+    def __str__(self) -> str:
+        return "\n\n".join([*(_text_table(headers, rows) for headers, rows in self._tables()), self._totals()])
+
+    def _repr_html_(self) -> str:
+        tables = "".join(_html_table(headers, rows) for headers, rows in self._tables())
+        return f"<div>{tables}<p>{html.escape(self._totals())}</p></div>"
+
+    def _tables(self) -> Iterator[tuple[list[str], list[list[str]]]]:
+        if self.quantized:
+            has_sqnr = any(row.sqnr_db is not None for row in self.quantized)
+            headers = ["quantized", "kind", "format", "W/A", "backend", "shape", "bits", "bytes"]
+            yield headers + ["SQNR dB"] * has_sqnr, [_cells(row) for row in self.quantized]
+        if self.skipped:
+            rows = [[row.name, row.reason, _sizes(row.shape), f"{row.nbytes:,}"] for row in self.skipped]
+            yield ["not quantized", "reason", "shape", "bytes"], rows
+
+    def _totals(self) -> str:
+        bits = self.bits_per_weight
+        mean = "nothing is quantized" if bits is None else f"{bits:.2f} bits a quantized weight"
+        return f"{self.num_parameters:,} parameters, {mean}; {self.nbytes_before:,} bytes before, {self.nbytes:,} now"
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Which backend computes a layer, and why not the others. Prints as text, renders as HTML in a notebook."""
+
+    matmul: str
+    """The matmul in words."""
+    requested: str
+    """The backend that was asked for, or "auto"."""
+    chosen: str | None
+    """The backend that computes it; None if the requested one cannot."""
+    backends: list[tuple[str, str]]
+    """Every backend in the order they are asked: its name, and "chosen" or why not."""
+
+    def __str__(self) -> str:
+        return f"{self._title()}\n{_text_table(['backend', 'verdict'], self.backends)}"
+
+    def _repr_html_(self) -> str:
+        return f"<div><p>{html.escape(self._title())}</p>{_html_table(['backend', 'verdict'], self.backends)}</div>"
+
+    def _title(self) -> str:
+        return f"{self.matmul}; requested backend: {self.requested}"
+
+
+def summarize(
+    model: nn.Module, original: nn.Module | Mapping[str, Tensor] | None, backend_of: Callable[[MXTensor], str]
+) -> Summary:
+    """The `Summary` of `model`; see `mxquant.summary`."""
+    originals = _tensors_by_name(original)
+    quantized, skipped = [], []
+    num_parameters = nbytes = nbytes_before = 0
+    for parameter, holders in _holders(model):
+        nbytes += parameter.nbytes
+        nbytes_before += parameter.numel() * parameter.dtype.itemsize
+        num_parameters += parameter.numel()
+        if isinstance(parameter, MXTensor):
+            sqnr = None if originals is None else _sqnr_db(parameter, _original_of(parameter, holders, originals))
+            quantized.append(_quantized_row(parameter, holders, backend_of(parameter), sqnr))
+        elif parameter.ndim >= 2:
+            name, module = holders[0]
+            reason = getattr(module, SKIP_REASON, "not quantized")
+            skipped.append(SkippedWeight(name, reason, tuple(parameter.shape), parameter.nbytes))
+    return Summary(quantized, skipped, num_parameters, nbytes, nbytes_before)
+
+
+def _holders(model: nn.Module) -> list[tuple[Tensor, list[tuple[str, nn.Module]]]]:
+    """Each parameter once, with every name it has and the module that holds it there."""
+    found: dict[int, tuple[Tensor, list[tuple[str, nn.Module]]]] = {}
+    for module_name, module in model.named_modules(remove_duplicate=False):
+        for attribute, parameter in module._parameters.items():
+            if parameter is not None and not is_lazy(parameter):
+                name = f"{module_name}.{attribute}" if module_name else attribute
+                found.setdefault(id(parameter), (parameter, []))[1].append((name, module))
+    return list(found.values())
+
+
+def _quantized_row(
+    weight: MXTensor, holders: list[tuple[str, nn.Module]], backend: str, sqnr_db: float | None
+) -> QuantizedWeight:
+    name, module = holders[0]
+    kinds = ((nn.Linear, "linear"), (nn.Embedding, "embedding"), (nn.Module, type(module).__name__))
+    kind = next(kind for base, kind in kinds if any(isinstance(holder, base) for _, holder in holders))
+    bits = 8 * weight.nbytes / weight.numel()
+    wa, shape = precision(weight.metadata), tuple(weight.shape)
+    return QuantizedWeight(name, kind, weight.format, wa, backend, shape, weight.nbytes, bits, sqnr_db)
+
+
+def _tensors_by_name(original: nn.Module | Mapping[str, Tensor] | None) -> Mapping[str, Tensor] | None:
+    if original is None or isinstance(original, Mapping):
+        return original
+    if isinstance(original, nn.Module):
+        return dict(original.named_parameters(remove_duplicate=False))
+    raise TypeError(f"original must be the unquantized model, its state_dict or None; got {type(original).__name__}")
+
+
+def _original_of(weight: MXTensor, holders: list[tuple[str, nn.Module]], originals: Mapping[str, Tensor]) -> Tensor:
+    names = [name for name, _ in holders]
+    original = next((originals[name] for name in names if name in originals), None)
+    if original is None:
+        raise ValueError(f"original has no tensor called {' or '.join(names)}; pass the same model, unquantized")
+    if isinstance(original, MXTensor) or original.is_meta or original.shape != weight.shape:
+        raise ValueError(
+            f"original's {names[0]} must be an ordinary tensor of shape {tuple(weight.shape)}; got a "
+            f"{type(original).__name__} of shape {tuple(original.shape)} on {original.device}; "
+            "pass the same model, unquantized"
+        )
+    return original.detach()
+
+
+def _sqnr_db(weight: MXTensor, original: Tensor) -> float:
+    """Computed some rows at a time, so that no weight is ever dequantized whole."""
+    rows = max(1, _CHUNK_ELEMENTS // max(1, math.prod(weight.shape[1:])))
+    signal = noise = 0.0
+    for start in range(0, weight.shape[0], rows):
+        values = cast(MXTensor, weight[start : start + rows]).dequantize(torch.float32)
+        wanted = original[start : start + rows].to(values)
+        signal += torch.linalg.vector_norm(wanted, dtype=torch.float64).item() ** 2
+        noise += torch.linalg.vector_norm(wanted - values, dtype=torch.float64).item() ** 2
+    if noise == 0:
+        return math.inf
+    return 10 * math.log10(signal / noise) if signal else -math.inf
+
+
+def _cells(row: QuantizedWeight) -> list[str]:
+    cells = [row.name, row.kind, row.format, row.precision, row.backend, _sizes(row.shape)]
+    cells += [f"{row.bits_per_weight:.2f}", f"{row.nbytes:,}"]
+    return cells if row.sqnr_db is None else [*cells, f"{row.sqnr_db:.2f}"]
+
+
+def _sizes(shape: tuple[int, ...]) -> str:
+    return " x ".join(map(str, shape))
+
+
+def _text_table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table in plain ASCII, as wide as its contents, that Markdown takes too."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=box.MARKDOWN)
+    for header in headers:
+        table.add_column(header, no_wrap=True, justify="right" if header in _NUMBERS else "left")
+    for row in rows:
+        table.add_row(*row)
+    text = io.StringIO()
+    # No terminal is asked for its width or colours: the same model prints the same everywhere.
+    console = Console(file=text, width=10_000, color_system=None, markup=False, emoji=False, highlight=False)
+    console.print(table)
+    return "\n".join(line.rstrip() for line in text.getvalue().splitlines() if line.strip())
+
+
+def _html_table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    def line(tag: str, cells: Sequence[str]) -> str:
+        return "<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells) + "</tr>"
+
+    return f"<table>{line('th', headers)}{''.join(line('td', row) for row in rows)}</table>"

@@ -1,0 +1,22 @@
+"""The tensor subclass and its operators."""
+
+# The first three fill the operator tables.
+from mxquant.tensor import lifecycle, matmul, state, views
+from mxquant.tensor.choose import as_weight, describe, requested_backend
+from mxquant.tensor.construct import quantize
+from mxquant.tensor.metadata import Metadata
+from mxquant.tensor.mxtensor import EmulatedMXTensor, MXTensor, precision
+from mxquant.tensor.state import flatten_state_dict, unflatten_state_dict
+
+__all__ = [
+    "EmulatedMXTensor",
+    "MXTensor",
+    "Metadata",
+    "as_weight",
+    "describe",
+    "flatten_state_dict",
+    "precision",
+    "quantize",
+    "requested_backend",
+    "unflatten_state_dict",
+]

@@ -1,0 +1,102 @@
+"""From an MXTensor to the weight of a layer: which class, which backend and which layout serve it on its device."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+from mxquant.backends.base import CANONICAL, Backend, Problem
+from mxquant.backends.registry import candidates, select
+from mxquant.tensor.mxtensor import EmulatedMXTensor, MXTensor, block_format, physical_shape
+
+
+def describe(
+    weight: MXTensor,
+    dtype: torch.dtype | None = None,
+    *,
+    contraction: str = "blocked",
+    device: torch.device | None = None,
+) -> Problem:
+    """The problem that a matmul with `weight` (2-D, or a stack of such) poses.
+
+    Args:
+        dtype: of the other operand; None: the weight's own.
+        contraction: "blocked" along the weight's blocked axis, "unblocked" along the other.
+        device: to ask about another device than the weight's.
+    """
+    # While a graph is traced the sizes may be symbolic: a choice of backend specializes on them.
+    *_, n, k = (int(size) for size in physical_shape(weight))
+    metadata = weight.metadata
+    blocked = contraction == "blocked"
+    device = weight.device if device is None else device
+    return Problem(
+        weight=metadata.format,
+        activation=metadata.activation if blocked else None,
+        activation_scale_mode=metadata.activation_scale_mode if blocked else None,
+        static_activation_scale=blocked and weight.activation_scale is not None,
+        out_features=n,
+        in_features=k,
+        block_offset=int(metadata.block_offset),
+        dtype=metadata.dtype if dtype is None else dtype,
+        device=device,
+        capability=torch.cuda.get_device_capability(device)
+        if device.type == "cuda" and torch.cuda.is_available()
+        else None,
+        contraction=contraction,
+        layout=metadata.layout,
+    )
+
+
+def requested_backend(weight: MXTensor) -> str:
+    """The backend that its matmuls ask for: emulation for an EmulatedMXTensor, else what was requested."""
+    return "emulation" if isinstance(weight, EmulatedMXTensor) else weight.backend
+
+
+def as_weight(tensor: MXTensor, backend: str = "auto") -> MXTensor:
+    """`tensor` as the weight of a layer: of the class and in the layout of the backend that serves it on its device.
+
+    Raises:
+        ValueError: `backend` is unknown, or rejects the problem (with its reason).
+    """
+    tensor = tensor.canonical()
+    if tensor.dim() < 2:
+        return tensor
+    chosen = select(describe(tensor), backend)
+    return _as_class(MXTensor if chosen.native else EmulatedMXTensor, in_layout_of(chosen, tensor), backend)
+
+
+def as_moved_weight(tensor: MXTensor, backend: str) -> MXTensor:
+    """`as_weight` after a change of device: a requested backend that cannot serve there is kept, and says why when
+    used.
+    """
+    if backend != "auto" and tensor.dim() >= 2 and dict(candidates(describe(tensor))).get(backend) is not None:
+        return _as_class(MXTensor, tensor, backend)
+    return as_weight(tensor, backend)
+
+
+def _as_class(cls: type[MXTensor], tensor: MXTensor, backend: str) -> MXTensor:
+    return cls(tensor.operand, tensor.metadata, tensor.shape, backend)
+
+
+def in_layout_of(backend: Backend, tensor: MXTensor) -> MXTensor:
+    """The tensor in the layout that `backend` reads: itself where it is so already.
+
+    Raises:
+        ValueError: the layout does not keep the number of bytes.
+    """
+    layout = backend.layout
+    if tensor.metadata.layout == (CANONICAL if layout is None else layout.name):
+        return tensor
+    tensor = tensor.canonical()
+    if layout is None:
+        return tensor
+    qdata, scale = layout.pack(tensor.qdata, tensor.scale, block_format(tensor))
+    before, after = tensor.qdata.nbytes + tensor.scale.nbytes, qdata.nbytes + scale.nbytes
+    if before != after:
+        raise ValueError(
+            f"layout {layout.name!r} of backend {backend.name!r} turned {before} bytes into {after}; a layout keeps "
+            "their number. Expanded copies are workspace of a call"
+        )
+    metadata = dataclasses.replace(tensor.metadata, layout=layout.name)
+    return tensor.rewrap(tensor.operand._replace(qdata=qdata, scale=scale), metadata)

@@ -1,0 +1,313 @@
+"""Making MXTensors, by quantizing or from existing bytes, and turning them back into ordinary tensors.
+
+While a graph is traced, quantizing and dequantizing are opaque operators: what a compiler would make of their
+arithmetic (fused multiply-adds, approximate divisions) could not be relied on to give the same bytes. In eager they
+are called directly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from mxquant.backends.base import Operand
+from mxquant.formats.block import dequantize_blocks, quantize_blocks
+from mxquant.formats.scale import NAN_BYTE, nvfp4_per_tensor_scale
+from mxquant.formats.spec import Format, get_format, resolve_scale_mode
+from mxquant.tensor.metadata import Metadata, check_dtype
+from mxquant.tensor.mxtensor import MXTensor, block_format, logical_shape, physical_shape
+
+_NONFINITE = ("nan", "raise")
+_BITS_OF = {torch.uint8, torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu}
+
+
+def is_traced(*tensors: Tensor | None) -> bool:
+    """Whether a graph is being traced: one of the plain tensors is a stand-in (fake, functional, a proxy, meta)."""
+    plain = (Tensor, torch.nn.Parameter)
+    return torch.compiler.is_compiling() or any(
+        tensor is not None and (type(tensor) not in plain or tensor.is_meta) for tensor in tensors
+    )
+
+
+def quantize(
+    x: Tensor,
+    format: str,
+    *,
+    scale_mode: str | None = None,
+    axis: int = -1,
+    nonfinite: str = "nan",
+    per_tensor_scale: Tensor | None = None,
+    canonical_zero: bool = False,
+) -> MXTensor:
+    """Quantize a tensor to a microscaling format, in blocks along one axis.
+
+    The bytes depend only on the values: the same for bf16, fp16 and fp32, on every device, in eager and compiled.
+    Rounding is to nearest even and saturates (OCP MX v1.0 section 6.3). Not differentiable.
+
+    Args:
+        x: bf16, fp16, fp32, or fp64 within fp32's range; any rank from 1, any strides; not empty.
+        format: "mxfp4", "mxfp6_e2m3" (or "mxfp6"), "mxfp6_e3m2", "mxfp8_e4m3" (or "mxfp8"), "mxfp8_e5m2" or "nvfp4".
+        scale_mode: "floor" (OCP), "even" (AMD Quark, vLLM, compressed-tensors), "ceil", "rceil" (NVIDIA), "even_fp4"
+            (compressed-tensors' MXFP8); None: the format's default, even, for MXFP8 rceil. NVFP4 has "even" alone.
+        axis: the axis that blocks run along; its length need not be a multiple of the block.
+        nonfinite: "nan": a block that holds NaN or Inf decodes to NaN (scale byte 255, codes 0); "raise": a
+            ValueError names the first.
+        per_tensor_scale: NVFP4 only: the fp32 multiplier to use, one element, or one for each leading index with ones
+            elsewhere (the logical shape with some sizes 1, the blocked axis among them). None: amax / 2688 of the
+            finite elements of all of `x`.
+        canonical_zero: write +0 for every zero (as AMD Quark does) instead of keeping its sign.
+
+    Returns:
+        An MXTensor of x's shape, dtype and device, weight-only.
+
+    Raises:
+        TypeError: `x` is not a floating tensor of those dtypes.
+        ValueError: a wrong option, an empty tensor, an axis out of range, a superfluous per-tensor scale, fp64 beyond
+            fp32's range.
+        NotImplementedError: `x` is on the meta device or is quantized already.
+    """
+    fmt = get_format(format)
+    mode = resolve_scale_mode(fmt, scale_mode)
+    assert mode is not None, "every weight format has scale modes"
+    _check_input(x, axis, nonfinite)
+    axis = axis if axis < 0 else axis - x.dim()
+    physical = x.detach().movedim(axis, -1)
+    if per_tensor_scale is not None:
+        per_tensor_scale = _physical_per_tensor_scale(fmt, per_tensor_scale, x, axis)
+    raises = nonfinite == "raise"
+    run = torch.ops.mxquant.quantize if is_traced(physical) else _quantize
+    qdata, scale, *rest = run(physical, fmt.name, mode, per_tensor_scale, canonical_zero, raises)
+    operand = Operand(qdata, scale, rest[0] if rest else None)
+    return MXTensor(operand, Metadata(fmt.name, axis, x.dtype), x.shape)
+
+
+def _check_input(x: Tensor, axis: int, nonfinite: str) -> None:
+    if isinstance(x, MXTensor):
+        raise NotImplementedError(f"{x!r} is quantized already; call .dequantize() first to quantize it anew")
+    if not isinstance(x, Tensor) or x.dtype not in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
+        given = f"a tensor of dtype {x.dtype}" if isinstance(x, Tensor) else type(x).__name__
+        raise TypeError(
+            f"only bfloat16, float16, float32 and float64 tensors can be quantized; got {given}. Convert it first"
+        )
+    if x.device.type == "meta":
+        raise NotImplementedError(
+            f"a meta tensor of shape {tuple(x.shape)} has no values to quantize; load or materialize it first"
+        )
+    if x.dim() == 0 or not -x.dim() <= axis < x.dim():
+        raise ValueError(
+            f"axis {axis} is out of range for a tensor of shape {tuple(x.shape)}; blocks need an axis to run along"
+        )
+    if x.numel() == 0:
+        raise ValueError(f"a tensor of shape {tuple(x.shape)} is empty: there is nothing to quantize; leave it out")
+    if nonfinite not in _NONFINITE:
+        raise ValueError(f"nonfinite={nonfinite!r} is unknown; use one of {', '.join(_NONFINITE)}")
+
+
+def _physical_per_tensor_scale(fmt: Format, scale: Tensor, x: Tensor, axis: int) -> Tensor:
+    """A given per-tensor scale as stored: 0-dim, or of the physical rank with 1 for the blocked axis."""
+    if not fmt.per_tensor:
+        raise ValueError(f"per_tensor_scale is superfluous for {fmt.name}, only nvfp4 has one; leave it out")
+    if scale.dtype != torch.float32 or scale.device != x.device:
+        raise TypeError(f"per_tensor_scale is float32 on {x.device}; got {scale.dtype} on {scale.device}")
+    if not is_traced(scale) and not bool(((scale > 0) & scale.isfinite()).all()):
+        raise ValueError(f"per_tensor_scale is positive and finite; got {scale.flatten()[:4].tolist()}")
+    if scale.numel() == 1:
+        return scale.reshape(())
+    fits = scale.dim() == x.dim() and all(a in (1, b) for a, b in zip(scale.shape, x.shape, strict=True))
+    if not fits or scale.shape[axis] != 1:
+        raise ValueError(
+            f"per_tensor_scale of shape {tuple(scale.shape)} does not fit {tuple(x.shape)}: give one element, or the "
+            "same "
+            f"rank with sizes 1 or equal, 1 along the blocked axis {axis}"
+        )
+    return scale.movedim(axis, -1)
+
+
+def _quantize(
+    x: Tensor, format: str, mode: str, per_tensor_scale: Tensor | None, canonical_zero: bool, raises: bool
+) -> list[Tensor]:
+    """Codes and scales of `x` along its last axis, and the per-tensor scale for NVFP4."""
+    fmt = get_format(format)
+    if fmt.per_tensor and per_tensor_scale is None:
+        per_tensor_scale = nvfp4_per_tensor_scale(x)
+    qdata, scale = quantize_blocks(x, fmt, mode, per_tensor_scale=per_tensor_scale, canonical_zero=canonical_zero)
+    if raises and (bad := scale == NAN_BYTE).any():
+        first = tuple(bad.nonzero()[0].tolist())
+        raise ValueError(
+            f"NaN or Inf in {int(bad.sum())} blocks, the first at block index {first} (the blocked axis last); "
+            'clean the tensor, or pass nonfinite="nan" to have such blocks decode to NaN'
+        )
+    return [qdata, scale] if per_tensor_scale is None else [qdata, scale, per_tensor_scale]
+
+
+@torch.library.custom_op("mxquant::quantize", mutates_args=())
+def _quantize_op(
+    x: Tensor, format: str, mode: str, per_tensor_scale: Tensor | None, canonical_zero: bool, raises: bool
+) -> list[Tensor]:
+    result = _quantize(x, format, mode, per_tensor_scale, canonical_zero, raises)
+    # An operator's results may not alias its inputs.
+    return [t.clone() if t is per_tensor_scale else t for t in result]
+
+
+@_quantize_op.register_fake
+def _(
+    x: Tensor, format: str, mode: str, per_tensor_scale: Tensor | None, canonical_zero: bool, raises: bool
+) -> list[Tensor]:
+    fmt = get_format(format)
+    length = x.shape[-1]
+    qdata = x.new_empty(*x.shape[:-1], fmt.packed_size(length), dtype=torch.uint8)
+    scale = x.new_empty(*x.shape[:-1], fmt.num_blocks(length), dtype=torch.uint8)
+    if not fmt.per_tensor:
+        return [qdata, scale]
+    return [
+        qdata,
+        scale,
+        x.new_empty((), dtype=torch.float32) if per_tensor_scale is None else per_tensor_scale.clone(),
+    ]
+
+
+def dequantize(tensor: MXTensor, dtype: torch.dtype) -> Tensor:
+    """`MXTensor.dequantize`."""
+    tensor = tensor.canonical()
+    arguments = (
+        tensor.qdata,
+        tensor.scale,
+        tensor.per_tensor_scale,
+        tensor.format,
+        physical_shape(tensor)[-1],
+        tensor.metadata.block_offset,
+        check_dtype(dtype),
+    )
+    run = torch.ops.mxquant.dequantize if is_traced(tensor.qdata) else _dequantize
+    physical: Tensor = run(*arguments)
+    return physical.movedim(-1, tensor.axis).contiguous()
+
+
+def _dequantize(
+    qdata: Tensor,
+    scale: Tensor,
+    per_tensor_scale: Tensor | None,
+    format: str,
+    length: int,
+    block_offset: int,
+    dtype: torch.dtype,
+) -> Tensor:
+    return dequantize_blocks(
+        qdata,
+        scale,
+        get_format(format),
+        length,
+        block_offset=block_offset,
+        per_tensor_scale=per_tensor_scale,
+        dtype=dtype,
+    )
+
+
+@torch.library.custom_op("mxquant::dequantize", mutates_args=())
+def _dequantize_op(
+    qdata: Tensor,
+    scale: Tensor,
+    per_tensor_scale: Tensor | None,
+    format: str,
+    length: int,
+    block_offset: int,
+    dtype: torch.dtype,
+) -> Tensor:
+    return _dequantize(qdata, scale, per_tensor_scale, format, length, block_offset, dtype).contiguous()
+
+
+@_dequantize_op.register_fake
+def _(
+    qdata: Tensor,
+    scale: Tensor,
+    per_tensor_scale: Tensor | None,
+    format: str,
+    length: int,
+    block_offset: int,
+    dtype: torch.dtype,
+) -> Tensor:
+    return qdata.new_empty(*qdata.shape[:-1], length, dtype=dtype)
+
+
+def from_qdata(
+    qdata: Tensor,
+    scale: Tensor,
+    format: str,
+    shape: Sequence[int] | None,
+    dtype: torch.dtype,
+    axis: int,
+    per_tensor_scale: Tensor | None,
+) -> MXTensor:
+    """`MXTensor.from_qdata`."""
+    fmt = get_format(format)
+    qdata, scale = _as_bits("qdata", qdata), _as_bits("scale", scale)
+    if qdata.dim() == 0:
+        raise ValueError("qdata is 0-dim; it is [..., packed bytes] with the blocked axis last")
+    if not -qdata.dim() <= axis < qdata.dim():
+        raise ValueError(f"axis {axis} is out of range for a tensor of rank {qdata.dim()}")
+    axis = axis if axis < 0 else axis - qdata.dim()
+    if shape is None:
+        codes = qdata.shape[-1] // fmt.bytes_per_group * fmt.codes_per_group
+        shape = logical_shape((*qdata.shape[:-1], codes), axis)
+    operand = Operand(qdata, scale, per_tensor_scale)
+    tensor = MXTensor(operand, Metadata(fmt.name, axis, check_dtype(dtype)), tuple(shape))
+    return check_operand(tensor)
+
+
+def check_operand(tensor: MXTensor) -> MXTensor:
+    """`tensor`, a per-tensor scale of one element made 0-dim, once its inner tensors are known to fit its shape and
+    format.
+
+    Raises:
+        ValueError: they do not fit, or a per-tensor scale is missing or superfluous.
+        TypeError: codes or scales are not bytes, or the per-tensor scale is not fp32 on the same device.
+    """
+    fmt, physical = block_format(tensor), physical_shape(tensor)
+    end = tensor.metadata.block_offset + physical[-1]
+    for name, given, last in (
+        ("qdata", tensor.qdata, fmt.packed_size(end)),
+        ("scale", tensor.scale, fmt.num_blocks(end)),
+    ):
+        if tuple(given.shape) != (*physical[:-1], last):
+            raise ValueError(
+                f"{name} of shape {tuple(given.shape)} does not fit a {fmt.name} tensor of shape {tuple(tensor.shape)} "
+                f"blocked along axis {tensor.axis}: its shape must be {(*physical[:-1], last)}"
+            )
+        if given.dtype != torch.uint8:
+            raise TypeError(f"{name} is a tensor of uint8 bytes; got {given.dtype}")
+        if given.device != tensor.device:
+            raise ValueError(f"{name} is on {given.device}, qdata on {tensor.device}; put them on one device")
+    return _check_per_tensor_scale(tensor, fmt)
+
+
+def _check_per_tensor_scale(tensor: MXTensor, fmt: Format) -> MXTensor:
+    given, lead = tensor.per_tensor_scale, tensor.qdata.shape[:-1]
+    if given is None:
+        if fmt.per_tensor:
+            raise ValueError(f"per_tensor_scale is missing: {fmt.name} has an fp32 multiplier")
+        return tensor
+    if not fmt.per_tensor:
+        raise ValueError(f"per_tensor_scale is superfluous for {fmt.name}, only nvfp4 has one; leave it out")
+    if given.dtype != torch.float32 or given.device != tensor.device:
+        raise TypeError(f"per_tensor_scale is float32 on {tensor.device}; got {given.dtype} on {given.device}")
+    if given.numel() == 1:
+        tensor.per_tensor_scale = given.detach().reshape(())
+    elif (
+        given.dim() != len(lead) + 1
+        or given.shape[-1] != 1
+        or any(a not in (1, b) for a, b in zip(given.shape, lead, strict=False))
+    ):
+        raise ValueError(
+            f"per_tensor_scale of shape {tuple(given.shape)} does not fit qdata of shape {tuple(tensor.qdata.shape)}: "
+            "give one element, or the same rank with 1 last and other sizes 1 or equal"
+        )
+    return tensor
+
+
+def _as_bits(name: str, tensor: Tensor) -> Tensor:
+    if not isinstance(tensor, Tensor) or tensor.dtype not in _BITS_OF:
+        given = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
+        raise TypeError(f"{name} is a tensor of bytes (uint8, or an 8-bit float taken as its bits); got {given}")
+    return tensor.detach().view(torch.uint8)

@@ -1,0 +1,194 @@
+"""Copies, conversions and comparison of MXTensors: what happens to a weight between being made and being multiplied."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mxquant.backends.base import CANONICAL, Operand
+from mxquant.backends.registry import backend_of_layout
+from mxquant.formats.pack import unpack_codes
+from mxquant.formats.spec import get_format
+from mxquant.tensor.choose import as_moved_weight, in_layout_of
+from mxquant.tensor.metadata import check_dtype
+from mxquant.tensor.mxtensor import MXTensor, block_format, implements, physical_shape
+
+aten = torch.ops.aten
+
+
+def _keep_attributes(old: MXTensor, new: MXTensor) -> MXTensor:
+    """What others put on a parameter stays on what `module.to()` and `nn.Parameter(...)` replace it with."""
+    new.__dict__.update(old.foreign_attributes())
+    return new
+
+
+@implements(aten.detach.default, aten.alias.default, aten.lift_fresh.default)
+def detach(tensor: MXTensor) -> MXTensor:
+    return _keep_attributes(tensor, tensor.rewrap(tensor.operand.map(torch.Tensor.detach)))
+
+
+@implements(aten.clone.default)
+def clone(tensor: MXTensor, *, memory_format: Any = None) -> MXTensor:
+    return tensor.rewrap(tensor.operand.map(torch.clone))
+
+
+@implements(aten.contiguous.default)
+def contiguous(tensor: MXTensor, *, memory_format: Any = None) -> MXTensor:
+    return tensor.rewrap(tensor.operand.map(torch.Tensor.contiguous))
+
+
+@implements(aten._to_copy.default)
+def to_copy(
+    tensor: MXTensor,
+    *,
+    dtype: torch.dtype | None = None,
+    layout: Any = None,
+    device: torch.device | None = None,
+    pin_memory: bool | None = None,
+    non_blocking: bool = False,
+    memory_format: Any = None,
+) -> MXTensor:
+    """A change of dtype renames what the values are given as; a change of device moves the bytes and chooses the
+    class anew.
+    """
+    metadata = tensor.metadata if dtype is None else dataclasses.replace(tensor.metadata, dtype=check_dtype(dtype))
+    if device is None or torch.device(device) == tensor.device:
+        return _keep_attributes(tensor, tensor.rewrap(tensor.operand.map(torch.clone), metadata))
+    canonical = tensor.canonical()
+    metadata = dataclasses.replace(metadata, layout=CANONICAL)
+    operand = canonical.operand.map(lambda inner: inner.to(device, non_blocking=non_blocking))
+    return _keep_attributes(tensor, as_moved_weight(MXTensor(operand, metadata, tensor.shape), tensor.backend))
+
+
+@implements(aten.copy_.default)
+def copy_(destination: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
+    """Copy bytes between quantized tensors of one format. Nothing is quantized or dequantized on the way."""
+    if not isinstance(destination, MXTensor):
+        raise TypeError(
+            f"cannot copy {source!r} into an ordinary {destination.dtype} tensor: that would dequantize it silently. "
+            "Copy source.dequantize(), or quantize the destination first"
+        )
+    if not isinstance(source, MXTensor):
+        raise TypeError(
+            f"cannot copy an ordinary {source.dtype} tensor into {destination!r}: that would quantize it silently. "
+            "Load the weights before quantize_, or copy "
+            f'mxquant.quantize(source, "{destination.format}", axis={destination.axis})'
+        )
+    same = ("format", "axis", "block_offset", "activation", "activation_scale_mode")
+    if tuple(source.shape) != tuple(destination.shape) or any(
+        getattr(source.metadata, a) != getattr(destination.metadata, a) for a in same
+    ):
+        raise ValueError(
+            f"cannot copy {source!r} into {destination!r}: shape, format, blocked axis, place in a block and rule for "
+            "activations must be the same; see .with_activation()"
+        )
+    if (source.activation_scale is None) != (destination.activation_scale is None):
+        raise ValueError(
+            f"cannot copy {source!r} into {destination!r}: one has a static activation scale, the other quantizes "
+            "activations dynamically; see .with_activation()"
+        )
+    if source.metadata.layout != destination.metadata.layout:
+        moved = source.rewrap(source.operand.map(lambda inner: inner.to(destination.device)))
+        source = in_layout_of(backend_of_layout(destination.metadata.layout), moved)
+    for target, given in zip(destination.operand, source.operand, strict=True):
+        if target is not None and given is not None:
+            target.copy_(given, non_blocking)
+    return destination
+
+
+@implements(aten.new_zeros.default)
+def new_zeros(tensor: MXTensor, size: Sequence[int], **options: Any) -> MXTensor:
+    """Quantized zeros in the same format; in another shape, the blocked axis stands at the same distance from the
+    end.
+    """
+    return _new(tensor, size, torch.Tensor.new_zeros, **options)
+
+
+@implements(aten.zeros_like.default)
+def zeros_like(tensor: MXTensor, **options: Any) -> MXTensor:
+    return _new(tensor, tensor.shape, torch.Tensor.new_zeros, **options)
+
+
+@implements(aten.new_empty.default)
+def new_empty(tensor: MXTensor, size: Sequence[int], **options: Any) -> MXTensor:
+    return _new(tensor, size, torch.Tensor.new_empty, **options)
+
+
+@implements(aten.empty_like.default)
+def empty_like(tensor: MXTensor, **options: Any) -> MXTensor:
+    return _new(tensor, tensor.shape, torch.Tensor.new_empty, **options)
+
+
+def _new(
+    tensor: MXTensor,
+    size: Sequence[int],
+    make: Callable[..., Tensor],
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | None = None,
+    **options: Any,
+) -> MXTensor:
+    """`layout`, `pin_memory` and `memory_format` in `options` mean nothing here: the inner tensors are contiguous
+    bytes.
+    """
+    tensor = tensor.canonical()
+    fmt = block_format(tensor)
+    # A tensor like another takes the other's bytes; one of a new shape begins at a block border.
+    offset = tensor.metadata.block_offset if tuple(size) == tuple(tensor.shape) else 0
+    dtype = tensor.metadata.dtype if dtype is None else check_dtype(dtype)
+    lead = list(size)
+    end = offset + lead.pop(tensor.axis)
+    per_tensor, static = tensor.per_tensor_scale, tensor.activation_scale
+    spread = () if per_tensor is None or per_tensor.dim() == 0 else (*lead, 1)
+    operand = Operand(
+        make(tensor.qdata, (*lead, fmt.packed_size(end)), device=device),
+        make(tensor.scale, (*lead, fmt.num_blocks(end)), device=device),
+        None if per_tensor is None else make(per_tensor, spread, device=device),
+        None if static is None else make(static, static.shape, device=device),
+    )
+    metadata = dataclasses.replace(tensor.metadata, dtype=dtype, block_offset=offset)
+    return _keep_attributes(tensor, as_moved_weight(MXTensor(operand, metadata, size), tensor.backend))
+
+
+@implements(aten.equal.default)
+def equal(a: Any, b: Any) -> bool:
+    """Whether two quantized tensors have one format, shape, and the same codes and scales; padding is not looked at."""
+    for one, other in ((a, b), (b, a)):
+        if not isinstance(one, MXTensor):
+            raise TypeError(f"cannot compare {other!r} with an ordinary tensor; compare its .dequantize()")
+    same = ("format", "axis", "dtype", "block_offset")
+    if tuple(a.shape) != tuple(b.shape) or any(getattr(a.metadata, n) != getattr(b.metadata, n) for n in same):
+        return False
+    a, b = a.canonical(), b.canonical()
+    scales = (a.per_tensor_scale, b.per_tensor_scale)
+    return (
+        torch.equal(_codes(a), _codes(b))
+        and torch.equal(a.scale, b.scale)
+        and (scales[0] is None or bool((scales[0] == scales[1]).all()))
+    )
+
+
+def _codes(tensor: MXTensor) -> Tensor:
+    offset = tensor.metadata.block_offset
+    fmt = get_format(tensor.format)
+    return unpack_codes(tensor.qdata, fmt.element.bits, offset + physical_shape(tensor)[-1])[..., offset:]
+
+
+@implements(aten.is_pinned.default)
+def is_pinned(tensor: MXTensor, device: torch.device | None = None) -> bool:
+    return all(inner.is_pinned() for inner in tensor.operand if inner is not None)
+
+
+@implements(aten._pin_memory.default)
+def pin_memory(tensor: MXTensor, device: torch.device | None = None) -> MXTensor:
+    return _keep_attributes(tensor, tensor.rewrap(tensor.operand.map(torch.Tensor.pin_memory)))
+
+
+@implements(aten._has_compatible_shallow_copy_type.default)
+def has_compatible_shallow_copy_type(a: Tensor, b: Tensor) -> bool:
+    """No: `param.data = other` cannot exchange inner tensors, so that `module.to()` swaps the tensors instead."""
+    return False

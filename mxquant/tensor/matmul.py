@@ -1,0 +1,245 @@
+"""Matmuls with an MXTensor on one side: linear, mm, addmm, bmm, grouped_mm and embedding.
+
+Each is brought to one form: the quantized weight W, physically [N, K] (or a stack of such) and blocked along K, with
+x @ W.T ("blocked": activations are quantized) or x @ W ("unblocked", as for the gradient of the input). While a graph
+is traced, that form is one opaque operator with the backend chosen at trace time; in eager it is a direct call.
+Autograd sees the ordinary operators above, whose derivatives need nothing else.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mxquant.backends.base import Operand
+from mxquant.backends.registry import get_backend, select
+from mxquant.tensor.choose import describe, in_layout_of, requested_backend
+from mxquant.tensor.construct import dequantize, is_traced
+from mxquant.tensor.metadata import metadata_from_json
+from mxquant.tensor.mxtensor import (
+    MXTensor,
+    block_format,
+    implements,
+    implements_function,
+    logical_shape,
+    physical_shape,
+)
+from mxquant.tensor.views import index_select, view
+
+aten = torch.ops.aten
+
+
+def product(
+    x: Tensor, weight: MXTensor, contracted: int, bias: Tensor | None = None, offsets: Tensor | None = None
+) -> Tensor:
+    """`x` times `weight`, contracting x's last axis with the weight's axis `contracted` (-1 as F.linear, -2 as x @
+    weight).
+
+    Args:
+        x: [..., width] for a 2-D weight; [B, M, width] for a stack of B; [T, width] with `offsets`.
+        bias: as wide as the result, or None.
+        offsets: int32 [E], the ends of the row groups of `x`, one for each weight of the stack (`grouped_mm`).
+    """
+    if weight.dim() == 1:
+        return product(x, view(weight, (1, weight.shape[0])), -1, bias).squeeze(-1)
+    _check(x, weight, contracted, offsets)
+    contraction = "blocked" if weight.axis == contracted else "unblocked"
+    backend = select(describe(weight, x.dtype, contraction=contraction), requested_backend(weight))
+    weight = in_layout_of(backend, weight)
+    if not is_traced(x, weight.qdata):
+        return _run(x, weight, bias, offsets, contraction, backend.name)
+    text, shape = weight.metadata.to_json(), physical_shape(weight)
+    result: Tensor = torch.ops.mxquant.matmul(x, *weight.operand, bias, offsets, text, shape, contraction, backend.name)
+    return result
+
+
+def _check(x: Tensor, weight: MXTensor, contracted: int, offsets: Tensor | None) -> None:
+    if isinstance(x, MXTensor):
+        raise NotImplementedError(
+            f"both sides of a matmul are quantized: {x!r} and {weight!r}; call .dequantize() on one of them"
+        )
+    if not x.is_floating_point() or x.itemsize == 1:
+        raise TypeError(
+            f"a quantized weight multiplies bfloat16, float16, float32 or float64; got {x.dtype}. Convert the input "
+            "first"
+        )
+    if weight.axis not in (-1, -2):
+        raise NotImplementedError(
+            f"{weight!r} is blocked along axis {weight.axis}, not one of the last two; call .dequantize() first"
+        )
+    width = weight.shape[contracted]
+    if x.dim() == 0 or x.shape[-1] != width:
+        raise ValueError(f"input of shape {tuple(x.shape)} does not fit {weight!r}: its last axis must be {width}")
+    if offsets is None and weight.dim() == 3 and (x.dim() != 3 or x.shape[0] != weight.shape[0]):
+        raise ValueError(
+            f"input of shape {tuple(x.shape)} does not fit the stack {weight!r}: its shape is [{weight.shape[0]}, M, "
+            f"{width}]"
+        )
+    metadata = weight.metadata
+    if metadata.block_offset and metadata.activation is not None and weight.axis == contracted:
+        raise ValueError(
+            f"{weight!r} starts {metadata.block_offset} elements inside a block, where quantized activations would "
+            "have "
+            f"other blocks than the weight; slice at multiples of {block_format(weight).block_size}, or use it "
+            "weight-only: .with_activation(None)"
+        )
+
+
+def _run(
+    x: Tensor, weight: MXTensor, bias: Tensor | None, offsets: Tensor | None, contraction: str, backend_name: str
+) -> Tensor:
+    """The product on real tensors; `weight` is in the layout of the backend."""
+    backend = get_backend(backend_name)
+    problem = describe(weight, x.dtype, contraction=contraction)
+    width = problem.out_features if contraction == "blocked" else problem.in_features
+    if weight.dim() == 2:
+        rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+        return backend.matmul(rows, _one_scale(weight.operand), bias, problem).view(*x.shape[:-1], width)
+    experts = [_one_scale(_expert(weight, index)) for index in range(weight.shape[0])]
+    if offsets is None:
+        y = x.new_empty(*x.shape[:-1], width)
+        for index, expert in enumerate(experts):
+            y[index] = backend.matmul(x[index], expert, None, problem)
+        return y
+    # Rows beyond the last group belong to no expert: zeros, never what the memory held.
+    y = x.new_zeros(x.shape[0], width)
+    start = 0
+    for expert, end in zip(experts, offsets.tolist(), strict=True):
+        if end > start:
+            y[start:end] = backend.matmul(x[start:end], expert, None, problem)
+        start = max(start, end)
+    return y
+
+
+def _expert(weight: MXTensor, index: int) -> Operand:
+    per_tensor = weight.per_tensor_scale
+    if per_tensor is not None and per_tensor.dim() > 0:
+        per_tensor = per_tensor.expand(weight.shape[0], *per_tensor.shape[1:])[index]
+    return Operand(weight.qdata[index], weight.scale[index], per_tensor, weight.activation_scale)
+
+
+def _one_scale(operand: Operand) -> Operand:
+    """A matmul multiplies its sum with the per-tensor scale, so a 2-D weight has one.
+
+    Raises:
+        NotImplementedError: its rows have several (weights of different scales, joined).
+    """
+    scale = operand.per_tensor_scale
+    if scale is None or scale.numel() == 1:
+        return operand
+    if not bool((scale == scale.flatten()[0]).all()):
+        raise NotImplementedError(
+            f"the rows of this NVFP4 weight have different per-tensor scales ({scale.numel()} of them); "
+            "multiply the weights that were joined one by one"
+        )
+    return operand._replace(per_tensor_scale=scale.flatten()[0])
+
+
+@torch.library.custom_op("mxquant::matmul", mutates_args=())
+def _matmul_op(
+    x: Tensor,
+    qdata: Tensor,
+    scale: Tensor,
+    per_tensor_scale: Tensor | None,
+    activation_scale: Tensor | None,
+    bias: Tensor | None,
+    offsets: Tensor | None,
+    metadata: str,
+    physical: Sequence[int],
+    contraction: str,
+    backend: str,
+) -> Tensor:
+    parsed, _ = metadata_from_json(metadata)
+    operand = Operand(qdata, scale, per_tensor_scale, activation_scale)
+    weight = MXTensor(operand, parsed, logical_shape(physical, parsed.axis))
+    return _run(x, weight, bias, offsets, contraction, backend)
+
+
+@_matmul_op.register_fake
+def _(
+    x: Tensor,
+    qdata: Tensor,
+    scale: Tensor,
+    per_tensor_scale: Tensor | None,
+    activation_scale: Tensor | None,
+    bias: Tensor | None,
+    offsets: Tensor | None,
+    metadata: str,
+    physical: Sequence[int],
+    contraction: str,
+    backend: str,
+) -> Tensor:
+    return x.new_empty(*x.shape[:-1], physical[-2] if contraction == "blocked" else physical[-1])
+
+
+@implements_function(F.linear)
+def linear_eager(x: Any, weight: Any, bias: Any = None) -> Any:
+    """F.linear without its way through autograd and views, where nothing needs a gradient or a cast."""
+    if type(x) is not Tensor or not isinstance(weight, MXTensor) or weight.dim() != 2:
+        return NotImplemented
+    if x.is_meta or torch.is_autocast_enabled(x.device.type):
+        return NotImplemented
+    if torch.is_grad_enabled() and (
+        x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
+    ):
+        return NotImplemented
+    return product(x, weight, -1, bias)
+
+
+@implements(aten.linear.default)
+def linear(x: Tensor, weight: MXTensor, bias: Tensor | None = None) -> Tensor:
+    return product(x, weight, -1, bias)
+
+
+@implements(aten.mm.default, aten.bmm.default)
+def mm(a: Tensor, b: Tensor) -> Tensor:
+    if isinstance(b, MXTensor):
+        return product(a, b, -2)
+    assert isinstance(a, MXTensor)
+    return product(b.transpose(-2, -1), a, -1).transpose(-2, -1)
+
+
+@implements(aten.mv.default, aten.dot.default)
+def mv(a: Tensor, b: Tensor) -> Tensor:
+    return product(a, b, -1) if isinstance(b, MXTensor) else product(b, a, -1)  # type: ignore[arg-type]
+
+
+@implements(aten.addmm.default)
+def addmm(bias: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
+    if isinstance(bias, MXTensor):
+        raise NotImplementedError(f"addmm adds {bias!r} to a product; call .dequantize() on it first")
+    if beta == 1 and alpha == 1 and bias.dim() == 1 and isinstance(b, MXTensor):
+        return product(a, b, -2, bias)
+    # As in torch, beta = 0 leaves the first term out, whatever it holds.
+    return alpha * mm(a, b) if beta == 0 else beta * bias + alpha * mm(a, b)
+
+
+@implements(aten._grouped_mm.default)
+def grouped_mm(
+    a: Tensor, b: Tensor, offs: Tensor | None = None, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
+) -> Tensor:
+    """`torch._grouped_mm` of activations [T, K] with quantized weights [E, K, N]: rows up to offs[e] by weight e.
+
+    Rows beyond the last offset are zero.
+    """
+    if not isinstance(b, MXTensor) or b.dim() != 3 or a.dim() != 2 or offs is None or bias is not None:
+        raise NotImplementedError(
+            "grouped_mm with quantized weights takes activations [T, K], a weight [E, K, N], offs [E] and no bias; "
+            "call .dequantize() on the weight for other forms"
+        )
+    y = product(a, b, -2, offsets=offs)
+    return y if out_dtype is None else y.to(out_dtype)
+
+
+@implements(aten.embedding.default)
+def embedding(
+    weight: MXTensor, indices: Tensor, padding_idx: int = -1, scale_grad_by_freq: bool = False, sparse: bool = False
+) -> Tensor:
+    """The rows of a quantized table, dequantized: only those looked up."""
+    rows = index_select(weight, 0, indices.reshape(-1))
+    return dequantize(rows, weight.metadata.dtype).view(*indices.shape, weight.shape[1])

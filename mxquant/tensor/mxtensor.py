@@ -1,0 +1,366 @@
+"""MXTensor: a tensor subclass that holds packed codes and scales and behaves as the tensor they stand for.
+
+Its operators live in tables of their own (`views`, `lifecycle`, `matmul`), filled at import through `implements`. An
+operation that cannot be done on packed codes raises and names `.dequantize()`: nothing dequantizes by itself.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mxquant.backends.base import CANONICAL, Operand
+from mxquant.backends.registry import backend_of_layout
+from mxquant.formats.spec import Format, get_format, resolve_scale_mode
+from mxquant.tensor.metadata import Metadata
+
+_INNER = ("qdata", "scale", "per_tensor_scale", "activation_scale")
+_OWN_ATTRIBUTES = frozenset((*_INNER, "metadata", "backend", "_is_param"))
+
+_DISPATCH: dict[Any, Callable[..., Any]] = {}
+"""aten operator -> (args, kwargs) -> result."""
+_FUNCTIONS: dict[Any, Callable[..., Any]] = {}
+"""Python function -> eager short cut -> result, or NotImplemented to take the ordinary way."""
+
+
+def implements(*operators: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Register a function as the implementation of aten `operators` on an MXTensor."""
+
+    def register(function: Callable[..., Any]) -> Callable[..., Any]:
+        _DISPATCH.update(dict.fromkeys(operators, function))
+        return function
+
+    return register
+
+
+def implements_function(function: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Register an eager short cut for a Python `function` such as F.linear."""
+
+    def register(implementation: Callable[..., Any]) -> Callable[..., Any]:
+        _FUNCTIONS[function] = implementation
+        return implementation
+
+    return register
+
+
+class MXTensor(torch.Tensor):
+    """A tensor of any rank, quantized in blocks along one axis.
+
+    Made by `mxquant.quantize`, `MXTensor.from_qdata` and `mxquant.quantize_`. Shape and dtype are those of the values
+    it stands for, strides are dense, `nbytes` are the real bytes.
+
+    Attributes:
+        qdata: uint8 packed codes, [..., packed bytes]: the other axes in order, the blocked axis last.
+        scale: uint8 scale bits, [..., blocks]: E8M0, or E4M3 for NVFP4.
+        per_tensor_scale: NVFP4's fp32 multiplier, 0-dim or [..., 1] over the other axes; None for MX formats.
+        activation_scale: static fp32 scale of the activations, or None.
+        metadata: the frozen `Metadata`.
+        backend: the backend asked for, "auto" for the best; in memory only, never saved.
+    """
+
+    qdata: Tensor
+    scale: Tensor
+    per_tensor_scale: Tensor | None
+    activation_scale: Tensor | None
+    metadata: Metadata
+    backend: str
+
+    def __new__(
+        cls,
+        operand: Operand,
+        metadata: Metadata,
+        shape: Sequence[int],
+        backend: str = "auto",
+        requires_grad: bool = False,
+    ) -> MXTensor:
+        return torch.Tensor._make_wrapper_subclass(
+            cls,
+            shape,
+            strides=_dense_strides(shape, metadata.axis),
+            dtype=metadata.dtype,
+            device=operand.qdata.device,
+            requires_grad=requires_grad,
+        )
+
+    def __init__(
+        self,
+        operand: Operand,
+        metadata: Metadata,
+        shape: Sequence[int],
+        backend: str = "auto",
+        requires_grad: bool = False,
+    ) -> None:
+        self.qdata, self.scale, self.per_tensor_scale, self.activation_scale = operand
+        self.metadata = metadata
+        self.backend = backend
+
+    @staticmethod
+    def from_qdata(
+        qdata: Tensor,
+        scale: Tensor,
+        format: str,
+        shape: Sequence[int] | None = None,
+        dtype: torch.dtype = torch.bfloat16,
+        axis: int = -1,
+        per_tensor_scale: Tensor | None = None,
+    ) -> MXTensor:
+        """An MXTensor of codes and scales that exist already, used as they are, without a copy.
+
+        Args:
+            qdata: uint8 [..., packed bytes], the blocked axis last. `torch.float8_e4m3fn` and similar are taken as
+                their bits.
+            scale: uint8 bits [..., blocks]; `torch.float8_e8m0fnu` and `torch.float8_e4m3fn` are taken as their bits.
+            format: a weight format's name.
+            shape: logical shape; None: that of `qdata` with whole bytes' worth of codes, `axis` in its place.
+            dtype: bf16, fp16, fp32 or fp64: what the tensor stands for.
+            axis: the blocked axis in the logical shape.
+            per_tensor_scale: fp32 multiplier, for NVFP4 and only for it: one element, or [..., 1] over the other axes.
+
+        Raises:
+            ValueError: a shape does not fit, or a per-tensor scale is missing or superfluous.
+            TypeError: a wrong dtype.
+        """
+        from mxquant.tensor.construct import from_qdata
+
+        return from_qdata(qdata, scale, format, shape, dtype, axis, per_tensor_scale)
+
+    @property
+    def format(self) -> str:
+        return self.metadata.format
+
+    @property
+    def axis(self) -> int:
+        """The blocked axis, negative."""
+        return self.metadata.axis
+
+    @property
+    def activation(self) -> str | None:
+        return self.metadata.activation
+
+    @property
+    def data(self) -> MXTensor:
+        return self.detach()  # type: ignore[return-value]
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        """Set the bytes to another tensor's of the same kind; torch's own setter would leave them silently as they
+        are.
+        """
+        alike = isinstance(value, MXTensor) and value.metadata == self.metadata
+        if not isinstance(value, MXTensor) or not alike or value.shape != self.shape or value.device != self.device:
+            raise TypeError(
+                f"cannot set the data of {self!r} to {value!r}: format, dtype, shape and device must be the same. "
+                "Assign a new torch.nn.Parameter to the module instead"
+            )
+        self.qdata, self.scale, self.per_tensor_scale, self.activation_scale = value.operand
+
+    @property
+    def operand(self) -> Operand:
+        """The inner tensors as they are, in `metadata.layout`."""
+        return Operand(self.qdata, self.scale, self.per_tensor_scale, self.activation_scale)
+
+    @property
+    def nbytes(self) -> int:  # type: ignore[override]
+        """Real bytes of all inner tensors."""
+        return sum(tensor.nbytes for tensor in self.operand if tensor is not None)
+
+    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
+        """The values as an ordinary, contiguous tensor of the logical shape, in `dtype` or the tensor's own.
+
+        code x scale (x per-tensor scale) in fp32 (fp64 for fp64), then cast once. Not differentiable.
+        """
+        from mxquant.tensor.construct import dequantize
+
+        return dequantize(self, self.metadata.dtype if dtype is None else dtype)
+
+    def with_activation(
+        self, activation: str | None, scale_mode: str | None = None, scale: Tensor | None = None
+    ) -> MXTensor:
+        """The same bytes under another rule for the activations.
+
+        The rule holds for every matmul that contracts along the blocked axis, whoever makes it: a weight-only tensor
+        is the one to use where gradients run along that axis (the backward of `x @ weight` across the blocks).
+
+        Args:
+            activation: an activation format's name, or None for weight-only.
+            scale_mode: of an MX format; None: its default.
+            scale: static fp32 scale, one element (NVFP4's per-tensor scale, FP8's scale); None: dynamic.
+
+        Raises:
+            ValueError: unknown format or mode, or a scale that the format cannot have.
+        """
+        if activation is None:
+            if scale_mode is not None or scale is not None:
+                raise ValueError("activation=None is weight-only and takes no scale mode and no scale; leave them out")
+            name, mode = None, None
+        else:
+            fmt = get_format(activation, activation=True)
+            name, mode = fmt.name, resolve_scale_mode(fmt, scale_mode)
+            if scale is not None and (fmt.scale_format == "e8m0" or scale.numel() != 1 or scale.dtype != torch.float32):
+                raise ValueError(
+                    f"a static activation scale is one fp32 value, for nvfp4, fp8_e4m3 or fp8_e5m2; got {scale.dtype} "
+                    f"{tuple(scale.shape)} for {fmt.name}"
+                )
+        metadata = dataclasses.replace(self.metadata, activation=name, activation_scale_mode=mode)
+        return self.rewrap(self.operand._replace(activation_scale=scale), metadata)
+
+    def rewrap(
+        self,
+        operand: Operand,
+        metadata: Metadata | None = None,
+        shape: Sequence[int] | None = None,
+    ) -> MXTensor:
+        """A tensor of the same class and backend around other inner tensors, metadata or shape."""
+        shape = self.shape if shape is None else shape
+        if torch.is_inference_mode_enabled() and not self.is_inference():
+            # A view of an ordinary tensor is an ordinary tensor, also where it is taken.
+            with torch.inference_mode(False):
+                return type(self)(operand, metadata or self.metadata, shape, self.backend)
+        return type(self)(operand, metadata or self.metadata, shape, self.backend)
+
+    def canonical(self) -> MXTensor:
+        """The same tensor in the canonical layout: itself, or rebuilt from a backend's own layout."""
+        if self.metadata.layout == CANONICAL:
+            return self
+        layout = backend_of_layout(self.metadata.layout).layout
+        assert layout is not None
+        qdata, scale = layout.unpack(self.qdata, self.scale, get_format(self.format), physical_shape(self))
+        metadata = dataclasses.replace(self.metadata, layout=CANONICAL)
+        return self.rewrap(self.operand._replace(qdata=qdata, scale=scale), metadata)
+
+    def foreign_attributes(self) -> dict[str, Any]:
+        """Python attributes that others put on the tensor (weight loaders, sharding marks), which a replacement must
+        keep.
+        """
+        return {name: value for name, value in self.__dict__.items() if name not in _OWN_ATTRIBUTES}
+
+    def parameter_mark(self) -> dict[str, Any]:
+        """The attribute by which `nn.Parameter` knows a subclass instance as its own; a copy of a parameter has it
+        too.
+        """
+        return {"_is_param": True} if isinstance(self, torch.nn.Parameter) else {}
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        grad = ", requires_grad=True" if self.requires_grad else ""
+        return (
+            f"{type(self).__name__}({self.format}, {precision(self.metadata)}, shape={tuple(self.shape)}, "
+            f"dtype={str(self.metadata.dtype).removeprefix('torch.')}, device={self.device}{grad})"
+        )
+
+    # --- saving and sharing: torch's own versions reach for a storage, which a wrapper does not have ---
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        from mxquant.tensor.state import reduce
+
+        return reduce(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> MXTensor:
+        if id(self) in memo:
+            known: MXTensor = memo[id(self)]
+            return known
+        copied = memo[id(self)] = self.rewrap(self.operand.map(torch.clone))
+        copied.requires_grad_(self.requires_grad)
+        copied.__dict__.update(copy.deepcopy(self.foreign_attributes() | self.parameter_mark(), memo))
+        return copied
+
+    def share_memory_(self) -> MXTensor:
+        for inner in self.operand:
+            if inner is not None:
+                inner.share_memory_()
+        return self
+
+    def is_shared(self) -> bool:
+        return all(inner.is_shared() for inner in self.operand if inner is not None)
+
+    # --- the subclass protocol ---
+
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[Metadata, str]]:
+        return [name for name in _INNER if getattr(self, name) is not None], (self.metadata, self.backend)
+
+    @classmethod
+    def __tensor_unflatten__(
+        cls, inner: dict[str, Tensor], context: tuple[Metadata, str], outer_size: Sequence[int], outer_stride: Any
+    ) -> MXTensor:
+        metadata, backend = context
+        operand = Operand(*(inner.get(name) for name in _INNER))  # type: ignore[arg-type]
+        return cls(operand, metadata, outer_size, backend)
+
+    def _stable_hash_for_caching(self) -> str:
+        """What a compile cache may key on instead of the object: the class and its metadata."""
+        return f"{type(self).__name__}:{self.metadata.to_json()}:{self.backend}"
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _FUNCTIONS and not torch.compiler.is_compiling():
+            result = _FUNCTIONS[func](*args, **kwargs)
+            if result is not NotImplemented:
+                return result
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        implementation = _DISPATCH.get(func)
+        if implementation is not None:
+            return implementation(*args, **kwargs)
+        # In inference mode composite operators arrive whole: what they are made of may be in the table.
+        result = func.decompose(*args, **kwargs)
+        if result is not NotImplemented:
+            return result
+        raise NotImplementedError(
+            f"{func} is not implemented on the packed codes of a quantized tensor; call .dequantize() first for an "
+            "ordinary tensor"
+        )
+
+
+class EmulatedMXTensor(MXTensor):
+    """An MXTensor whose matmuls are emulated: what `quantize_` makes where no native backend computes the config on
+    the weight's device, or where backend="emulation" is named. Moving to another device chooses the class anew; it is
+    saved as an MXTensor.
+    """
+
+
+def precision(metadata: Metadata) -> str:
+    """ "W4A4", "W4A16": bits of a weight's and of an activation's element, 16 for an activation that is not
+    quantized.
+    """
+    weight = get_format(metadata.format).element.bits
+    activation = 16 if metadata.activation is None else get_format(metadata.activation, activation=True).element.bits
+    return f"W{weight}A{activation}"
+
+
+def physical_shape(tensor: MXTensor) -> tuple[int, ...]:
+    """The shape with the blocked axis last."""
+    shape = list(tensor.shape)
+    shape.append(shape.pop(tensor.metadata.axis))
+    return tuple(shape)
+
+
+def logical_shape(physical: Sequence[int], axis: int) -> tuple[int, ...]:
+    """The inverse of `physical_shape`, for a negative `axis`."""
+    shape = list(physical)
+    shape.insert(len(shape) + axis, shape.pop())
+    return tuple(shape)
+
+
+def block_format(tensor: MXTensor) -> Format:
+    return get_format(tensor.metadata.format)
+
+
+def _dense_strides(shape: Sequence[int], axis: int) -> tuple[int, ...]:
+    """Strides of a dense tensor whose axis `axis` is innermost: contiguous, or the transpose of contiguous."""
+    physical = list(shape)
+    physical.append(physical.pop(axis))
+    strides = [1]
+    for size in reversed(physical[1:]):
+        strides.append(strides[-1] * max(size, 1) if isinstance(size, int) else strides[-1] * size)
+    return logical_shape(strides[::-1], axis)

@@ -1,0 +1,129 @@
+"""Saving: plain tensors and string metadata for safetensors, and pickling.
+
+What is saved is the canonical bytes and a versioned JSON: neither a backend, nor its layout, nor the emulation class.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mxquant.backends.base import Operand
+from mxquant.tensor.construct import check_operand
+from mxquant.tensor.metadata import VERSION, metadata_from_fields, metadata_from_json
+from mxquant.tensor.mxtensor import EmulatedMXTensor, MXTensor
+
+METADATA_KEY = "mxquant"
+_SAVED = ("qdata", "scale", "per_tensor_scale", "activation_scale")
+
+
+def flatten_state_dict(state_dict: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """A state dict as plain tensors and string metadata, which `safetensors.torch.save_file` takes.
+
+    Each MXTensor `name` becomes `name.qdata`, `name.scale` and, where it has them, `name.per_tensor_scale` and
+    `name.activation_scale`; other tensors stay as they are.
+
+    Returns:
+        the tensors; and {"mxquant": JSON of version, and of each quantized tensor's metadata}.
+
+    Raises:
+        ValueError: a name of the flattened form is taken by another tensor.
+    """
+    tensors: dict[str, Tensor] = {}
+    described: dict[str, Any] = {}
+    for name, tensor in state_dict.items():
+        if isinstance(tensor, MXTensor):
+            canonical = tensor.canonical()
+            described[name] = json.loads(canonical.metadata.to_json(tuple(canonical.shape)))
+            parts = {f"{name}.{part}": inner for part in _SAVED if (inner := getattr(canonical, part)) is not None}
+        else:
+            parts = {name: tensor}
+        for part, inner in parts.items():
+            if part in tensors:
+                raise ValueError(f"two tensors would be saved as {part!r}; rename one of them in the state dict")
+            tensors[part] = inner.contiguous() if isinstance(tensor, MXTensor) else inner
+    return tensors, {METADATA_KEY: json.dumps({"version": VERSION, "tensors": described}, sort_keys=True)}
+
+
+def unflatten_state_dict(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> dict[str, Tensor]:
+    """The inverse of `flatten_state_dict`; load the result with `model.load_state_dict(..., assign=True)` into an
+    unquantized model.
+
+    Raises:
+        ValueError: the metadata is missing, damaged or of an unknown version, or a tensor is missing or does not fit.
+    """
+    described = _parse(metadata)
+    state_dict = dict(tensors)
+    for name, fields in described.items():
+        parsed, shape = metadata_from_fields(fields)
+        if shape is None:
+            raise ValueError(f"metadata of {name!r} lacks its shape: {fields!r}")
+        inner = {part: state_dict.pop(f"{name}.{part}", None) for part in _SAVED}
+        for part in ("qdata", "scale"):
+            if inner[part] is None:
+                raise ValueError(
+                    f"tensor {name + '.' + part!r} is missing: the metadata says that {name!r} is quantized"
+                )
+        if name in state_dict:
+            raise ValueError(f"both {name!r} and {name + '.qdata'!r} are there; one of them must go")
+        operand = Operand(**inner)  # type: ignore[arg-type]
+        try:
+            state_dict[name] = check_operand(MXTensor(operand, parsed, shape))
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"cannot rebuild {name!r}: {error}") from error
+    return state_dict
+
+
+def _parse(metadata: Mapping[str, str]) -> dict[str, Any]:
+    if METADATA_KEY not in metadata:
+        raise ValueError(
+            f"no {METADATA_KEY!r} in the metadata (it has {sorted(metadata)}); pass on the metadata that "
+            "flatten_state_dict "
+            "gave: safetensors.safe_open(path, 'pt').metadata()"
+        )
+    try:
+        content = json.loads(metadata[METADATA_KEY])
+        version, described = content["version"], content["tensors"]
+        described.items()
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"the {METADATA_KEY!r} metadata is damaged ({error}): {metadata[METADATA_KEY][:80]!r}"
+        ) from error
+    if version != VERSION:
+        raise ValueError(
+            f"metadata version {version!r} is unknown, this is mxquant's version {VERSION}; update mxquant"
+        )
+    result: dict[str, Any] = described
+    return result
+
+
+def rebuild(
+    operand: tuple[Tensor | None, ...], metadata: str, requires_grad: bool, attributes: dict[str, Any]
+) -> MXTensor:
+    """What a pickled MXTensor calls when loaded."""
+    parsed, shape = metadata_from_json(metadata)
+    assert shape is not None
+    tensor = check_operand(MXTensor(Operand(*operand), parsed, shape))  # type: ignore[arg-type]
+    tensor.requires_grad_(requires_grad)
+    tensor.__dict__.update(attributes)
+    return tensor
+
+
+def reduce(tensor: MXTensor) -> tuple[Any, ...]:
+    """`MXTensor.__reduce_ex__`: the canonical bytes as a plain MXTensor.
+
+    With a parameter go the attributes that others put on it, as with any parameter; not with the tensors of a state
+    dict.
+    """
+    canonical = tensor.canonical()
+    text = canonical.metadata.to_json(tuple(canonical.shape))
+    mark = tensor.parameter_mark()
+    attributes = tensor.foreign_attributes() | mark if mark else {}
+    return rebuild, (tuple(canonical.operand), text, tensor.requires_grad, attributes)
+
+
+torch.serialization.add_safe_globals([rebuild, MXTensor, EmulatedMXTensor])

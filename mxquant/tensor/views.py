@@ -1,0 +1,304 @@
+"""Views of an MXTensor: the same bytes under another shape.
+
+Physically the blocked axis is last and keeps whole blocks, so every slice is a view: one that starts inside a block
+keeps that block and remembers its `block_offset`. The other axes are plain leading axes of the inner tensors, and an
+operator on them is the same operator there. An axis is mapped between the logical and the physical order by `_lead`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from mxquant.backends.base import Operand
+from mxquant.tensor.mxtensor import MXTensor, block_format, implements
+
+aten = torch.ops.aten
+
+
+def _refuse(tensor: MXTensor, what: str) -> NoReturn:
+    raise NotImplementedError(
+        f"{what} of {tensor!r} cannot be done on packed codes (blocked axis {tensor.axis}); call .dequantize() first "
+        "for "
+        "an ordinary tensor"
+    )
+
+
+def _axis_index(dim: int, rank: int) -> int:
+    if not -rank <= dim < rank:
+        raise IndexError(f"axis {dim} is out of range for a tensor of rank {rank}; use {-rank} to {rank - 1}")
+    return dim % rank
+
+
+def _lead(tensor: MXTensor, dim: int) -> int | None:
+    """The physical position of a logical axis, or None for the blocked one."""
+    dim, blocked = _axis_index(dim, tensor.dim()), tensor.axis % tensor.dim()
+    return None if dim == blocked else dim - (dim > blocked)
+
+
+def map_lead(tensor: MXTensor, function: Callable[[Tensor], Tensor]) -> Operand:
+    """`function`, which acts on leading axes only, applied to every inner tensor that has them."""
+    per_tensor = tensor.per_tensor_scale
+    if per_tensor is not None and per_tensor.dim() > 0:
+        per_tensor = function(per_tensor.expand(*tensor.qdata.shape[:-1], 1))
+    return Operand(function(tensor.qdata), function(tensor.scale), per_tensor, tensor.activation_scale)
+
+
+def _with_axis(tensor: MXTensor, operand: Operand, shape: Sequence[int], axis: int) -> MXTensor:
+    return tensor.rewrap(operand, dataclasses.replace(tensor.metadata, axis=axis), shape)
+
+
+@implements(aten.permute.default)
+def permute(tensor: MXTensor, dims: Sequence[int]) -> MXTensor:
+    rank = tensor.dim()
+    order = [_axis_index(dim, rank) for dim in dims]
+    blocked = tensor.axis % rank
+    lead = [dim - (dim > blocked) for dim in order if dim != blocked]
+    if lead == list(range(rank - 1)):
+        # Only the blocked axis moves, as in every transpose of a matrix: the bytes stay, in whatever layout.
+        operand = tensor.operand
+    else:
+        tensor = tensor.canonical()
+        operand = map_lead(tensor, lambda t: t.permute(*lead, rank - 1))
+    return _with_axis(tensor, operand, [tensor.shape[dim] for dim in order], order.index(blocked) - rank)
+
+
+@implements(aten.transpose.int)
+def transpose(tensor: MXTensor, dim0: int, dim1: int) -> MXTensor:
+    order = list(range(tensor.dim()))
+    dim0, dim1 = _axis_index(dim0, tensor.dim()), _axis_index(dim1, tensor.dim())
+    order[dim0], order[dim1] = order[dim1], order[dim0]
+    return permute(tensor, order)
+
+
+@implements(aten.t.default, aten.numpy_T.default)
+def t(tensor: MXTensor) -> MXTensor:
+    return permute(tensor, list(reversed(range(tensor.dim()))))
+
+
+@implements(aten.slice.Tensor)
+def slice_(tensor: MXTensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> MXTensor:
+    tensor = tensor.canonical()
+    lead = _lead(tensor, dim)
+    start, end, _ = slice(start, end).indices(tensor.shape[dim])
+    end = max(start, end)
+    shape = list(tensor.shape)
+    shape[dim] = -(-(end - start) // step)
+    if lead is not None:
+        return tensor.rewrap(
+            map_lead(tensor, lambda inner: aten.slice.Tensor(inner, lead, start, end, step)), shape=shape
+        )
+    if step != 1:
+        _refuse(tensor, f"a slice with step {step} along the blocked axis")
+    return _slice_blocked(tensor, start, end, shape)
+
+
+def _slice_blocked(tensor: MXTensor, start: int, end: int, shape: Sequence[int]) -> MXTensor:
+    fmt = block_format(tensor)
+    assert fmt.block_size is not None
+    offset = tensor.metadata.block_offset
+    # Metadata is plain data: a symbolic start specializes the graph.
+    first_block, block_offset = divmod(int(offset + start), fmt.block_size)
+    codes = slice(fmt.packed_size(first_block * fmt.block_size), fmt.packed_size(offset + end))
+    blocks = slice(first_block, max(first_block, fmt.num_blocks(offset + end)))
+    operand = tensor.operand._replace(qdata=tensor.qdata[..., codes], scale=tensor.scale[..., blocks])
+    return tensor.rewrap(operand, dataclasses.replace(tensor.metadata, block_offset=block_offset), shape)
+
+
+@implements(aten.split_with_sizes.default)
+def split_with_sizes(tensor: MXTensor, sizes: Sequence[int], dim: int = 0) -> list[MXTensor]:
+    starts = [sum(sizes[:i]) for i in range(len(sizes))]
+    return [slice_(tensor, dim, start, start + size) for start, size in zip(starts, sizes, strict=True)]
+
+
+@implements(aten.split.Tensor)
+def split(tensor: MXTensor, size: int, dim: int = 0) -> list[MXTensor]:
+    return [slice_(tensor, dim, start, start + size) for start in range(0, tensor.shape[dim], size)]
+
+
+@implements(aten.select.int)
+def select(tensor: MXTensor, dim: int, index: int) -> MXTensor:
+    tensor = tensor.canonical()
+    lead = _lead(tensor, dim)
+    if lead is None:
+        _refuse(tensor, "selecting one index of the blocked axis")
+    return _drop_axis(tensor, map_lead(tensor, lambda inner: inner.select(lead, index)), dim)
+
+
+def _drop_axis(tensor: MXTensor, operand: Operand, dim: int) -> MXTensor:
+    dim = dim % tensor.dim()
+    shape = [size for i, size in enumerate(tensor.shape) if i != dim]
+    return _with_axis(tensor, operand, shape, tensor.axis + (dim > tensor.axis % tensor.dim()))
+
+
+@implements(aten.unbind.int)
+def unbind(tensor: MXTensor, dim: int = 0) -> list[MXTensor]:
+    return [select(tensor, dim, index) for index in range(tensor.shape[dim])]
+
+
+@implements(aten.unsqueeze.default)
+def unsqueeze(tensor: MXTensor, dim: int) -> MXTensor:
+    shape = list(tensor.shape)
+    shape.insert(_axis_index(dim, tensor.dim() + 1), 1)
+    return view(tensor, shape)
+
+
+@implements(aten.squeeze.dim, aten.squeeze.dims, aten.squeeze.default)
+def squeeze(tensor: MXTensor, dim: int | Sequence[int] | None = None) -> MXTensor:
+    dims = range(tensor.dim()) if dim is None else [dim] if isinstance(dim, int) else dim
+    blocked = tensor.axis % tensor.dim()
+    dropped = {d % tensor.dim() for d in dims if tensor.shape[d] == 1} - {blocked}
+    return view(tensor, [size for i, size in enumerate(tensor.shape) if i not in dropped])
+
+
+@implements(aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten._reshape_alias.default)
+def view(tensor: MXTensor, shape: Sequence[int], stride: Sequence[int] | None = None) -> MXTensor:
+    """Reshape the axes on either side of the blocked axis, which stays whole."""
+    tensor = tensor.canonical()
+    shape = _infer_size(shape, tensor.numel())
+    if tuple(shape) == tuple(tensor.shape):
+        return tensor.rewrap(tensor.operand)
+    blocked = tensor.axis % tensor.dim()
+    length, before = tensor.shape[blocked], math.prod(tensor.shape[:blocked])
+    for position, size in enumerate(shape):
+        if size == length and math.prod(shape[:position]) == before:
+            return _with_axis(tensor, _reshape_lead(tensor, shape, position), shape, position - len(shape))
+    _refuse(tensor, f"a view as {tuple(shape)}, which splits or merges the blocked axis,")
+
+
+def _reshape_lead(tensor: MXTensor, shape: Sequence[int], blocked: int) -> Operand:
+    lead = [*shape[:blocked], *shape[blocked + 1 :]]
+    return map_lead(tensor, lambda inner: inner.reshape(*lead, inner.shape[-1]))
+
+
+def _infer_size(shape: Sequence[int], numel: int) -> list[int]:
+    known = math.prod(size for size in shape if size != -1)
+    return [numel // max(known, 1) if size == -1 else size for size in shape]
+
+
+@implements(aten.expand.default)
+def expand(tensor: MXTensor, size: Sequence[int], *, implicit: bool = False) -> MXTensor:
+    tensor = tensor.canonical()
+    new = len(size) - tensor.dim()
+    shape = [tensor.shape[i - new] if n == -1 else n for i, n in enumerate(size)]
+    blocked = new + tensor.axis % tensor.dim()
+    if shape[blocked] != tensor.shape[tensor.axis]:
+        _refuse(tensor, f"expanding the blocked axis to {shape[blocked]}")
+    lead = [n for i, n in enumerate(shape) if i != blocked]
+    return tensor.rewrap(map_lead(tensor, lambda inner: inner.expand(*lead, inner.shape[-1])), shape=shape)
+
+
+@implements(aten.index_select.default)
+def index_select(tensor: MXTensor, dim: int, index: Tensor) -> MXTensor:
+    tensor = tensor.canonical()
+    lead = _lead(tensor, dim)
+    if lead is None:
+        _refuse(tensor, "picking indices along the blocked axis")
+    shape = list(tensor.shape)
+    shape[dim] = index.numel()
+    return tensor.rewrap(map_lead(tensor, lambda inner: inner.index_select(lead, index)), shape=shape)
+
+
+@implements(aten.index.Tensor)
+def index(tensor: MXTensor, indices: Sequence[Tensor | None]) -> MXTensor:
+    """`tensor[ids]` with one index tensor (or mask) for one axis that is not the blocked one."""
+    tensor = tensor.canonical()
+    given = [(dim, ids) for dim, ids in enumerate(indices) if ids is not None]
+    if len(given) != 1:
+        _refuse(tensor, f"indexing with {len(given)} index tensors")
+    dim, ids = given[0]
+    lead = _lead(tensor, dim)
+    if lead is None or (ids.dtype == torch.bool and ids.dim() != 1):
+        _refuse(tensor, "picking indices along the blocked axis")
+    picked: list[Any] = [slice(None)] * lead + [ids]
+    operand = map_lead(tensor, lambda inner: inner[tuple(picked)])
+    added = operand.qdata.dim() - tensor.qdata.dim()
+    rows = operand.qdata.shape[lead : lead + 1 + added]
+    shape = [*tensor.shape[:dim], *rows, *tensor.shape[dim + 1 :]]
+    return _with_axis(tensor, operand, shape, tensor.axis - (added if dim > tensor.axis % tensor.dim() else 0))
+
+
+@implements(aten.cat.default)
+def cat(tensors: Sequence[Any], dim: int = 0) -> MXTensor:
+    first = next(t for t in tensors if isinstance(t, MXTensor)).canonical()
+    parts = [_alike(first, t) for t in tensors]
+    lead = _lead(first, dim)
+    shape = list(first.shape)
+    shape[dim] = sum(part.shape[dim] for part in parts)
+    if lead is None:
+        return _cat_blocked(parts, shape)
+    if any(part.metadata.block_offset != first.metadata.block_offset for part in parts):
+        _refuse(first, "joining slices that start at different places in their blocks")
+    operand = Operand(
+        torch.cat([part.qdata for part in parts], lead),
+        torch.cat([part.scale for part in parts], lead),
+        _cat_per_tensor_scales(parts, lead),
+        first.activation_scale,
+    )
+    return first.rewrap(operand, shape=shape)
+
+
+def _alike(first: MXTensor, other: Any) -> MXTensor:
+    same = ("format", "axis", "dtype", "activation", "activation_scale_mode")
+    if (
+        not isinstance(other, MXTensor)
+        or any(getattr(first.metadata, a) != getattr(other.metadata, a) for a in same)
+        or not _equal_or_both_none(first.activation_scale, other.activation_scale)
+    ):
+        raise ValueError(
+            "only tensors of one format, blocked axis, dtype and rule for activations can be joined; "
+            f"got {first!r} and {other!r}; call .dequantize() first to join them as ordinary tensors"
+        )
+    return other.canonical()
+
+
+def _equal_or_both_none(a: Tensor | None, b: Tensor | None) -> bool:
+    return a is b or (a is not None and b is not None and torch.equal(a, b))
+
+
+def _cat_per_tensor_scales(parts: Sequence[MXTensor], lead: int) -> Tensor | None:
+    """One scale where all parts have the same, else one for each index of the leading axes."""
+    scales = [part.per_tensor_scale for part in parts if part.per_tensor_scale is not None]
+    if not scales:
+        return None
+    if all(scale.dim() == 0 and torch.equal(scale, scales[0]) for scale in scales):
+        return scales[0]
+    spread = [scale.expand(*part.qdata.shape[:-1], 1) for scale, part in zip(scales, parts, strict=True)]
+    return torch.cat(spread, lead)
+
+
+def _cat_blocked(parts: Sequence[MXTensor], shape: Sequence[int]) -> MXTensor:
+    fmt, first = block_format(parts[0]), parts[0]
+    assert fmt.block_size is not None
+    for part, following in itertools.pairwise(parts):
+        if (part.metadata.block_offset + part.shape[part.axis]) % fmt.block_size or following.metadata.block_offset:
+            _refuse(part, f"joining along the blocked axis off a block border (a multiple of {fmt.block_size})")
+    scales = [part.per_tensor_scale for part in parts]
+    if first.per_tensor_scale is not None and any(
+        s is None or not torch.equal(s, first.per_tensor_scale) for s in scales
+    ):
+        _refuse(first, "joining NVFP4 tensors of different per-tensor scales along the blocked axis")
+    qdata = torch.cat([part.qdata for part in parts], -1)
+    scale = torch.cat([part.scale for part in parts], -1)
+    return first.rewrap(first.operand._replace(qdata=qdata, scale=scale), shape=shape)
+
+
+@implements(aten.stack.default)
+def stack(tensors: Sequence[Any], dim: int = 0) -> MXTensor:
+    return cat([unsqueeze(t, dim) if isinstance(t, MXTensor) else t for t in tensors], dim)
+
+
+@implements(aten.as_strided.default)
+def as_strided(
+    tensor: MXTensor, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None
+) -> MXTensor:
+    """The tensor itself: no other strides have a meaning on packed codes."""
+    if tuple(size) != tuple(tensor.shape) or tuple(stride) != tensor.stride() or storage_offset:
+        _refuse(tensor, f"as_strided with shape {tuple(size)}, strides {tuple(stride)}, offset {storage_offset}")
+    return tensor.rewrap(tensor.operand)

@@ -1,0 +1,1 @@
+"""Tests of mxquant.backends: selection, registration and layouts."""

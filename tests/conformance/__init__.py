@@ -1,0 +1,1 @@
+"""mxquant's bytes against those that other implementations wrote: see data/PROVENANCE.md."""

@@ -1,0 +1,14 @@
+"""What every test shares: a fixed seed and one thread; `matmul_reference` beside this file asserts as the tests do."""
+
+import pytest
+import torch
+
+pytest.register_assert_rewrite("matmul_reference")
+
+# The shapes here are small. A second thread only waits for the first, for long where other processes want the cores.
+torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def fixed_seed() -> None:
+    torch.manual_seed(0)

@@ -1,0 +1,1 @@
+"""Tests of mxquant.modules: quantized weights inside of modules."""

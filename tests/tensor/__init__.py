@@ -1,0 +1,1 @@
+"""Tests of mxquant.tensor: what a quantized tensor computes, survives and refuses."""
