@@ -8,8 +8,7 @@ is multiplied in fp32; fp32 and fp64 in themselves. The whole weight is never he
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
+from collections.abc import Iterator
 from typing import ClassVar
 
 import torch
@@ -19,12 +18,12 @@ from torch import Tensor
 from mxquant.backends.base import Backend, Operand, Problem
 from mxquant.formats.block import dequantize_blocks
 from mxquant.formats.spec import Format, get_format
-from mxquant.kernels.lookup import RowDecoder
+from mxquant.kernels.lookup import decoded_rows
 from mxquant.kernels.qdq import quantize_dequantize
 
-# Decoded elements held at a time: a megabyte of bf16 stays in a core's L2 cache; a GPU wants few launches instead.
-_CPU_CHUNK = 1 << 19
-_DEVICE_CHUNK = 1 << 24
+# Decoded bytes held at a time: two megabytes stay in a CPU's cache; a GPU wants few launches instead.
+_CPU_CHUNK = 1 << 21
+_DEVICE_CHUNK = 1 << 25
 
 
 class Emulation(Backend):
@@ -66,11 +65,8 @@ def _multiply_blocked(x: Tensor, weight: Operand, bias: Tensor | None, problem: 
     """x [M, K] @ w[N, K].T, over chunks of the weight's rows."""
     n, k = problem.out_features, problem.in_features
     y = torch.empty(x.shape[0], n, dtype=x.dtype, device=x.device)
-    step = max(1, min(n, _chunk(x) // max(1, k)))
-    decode = _row_decoder(fmt, step, k, problem.block_offset, x)
-    for start in range(0, n, step):
-        rows = slice(start, start + step)
-        w = decode(weight.qdata[rows], weight.scale[rows])
+    step = max(1, _chunk(x) // max(1, k))
+    for rows, w in _decoded(weight.qdata, weight.scale, fmt, k, problem.block_offset, x.dtype, step):
         y[:, rows] = F.linear(x, w, None if bias is None else bias[rows])
     return y
 
@@ -79,31 +75,32 @@ def _multiply_unblocked(x: Tensor, weight: Operand, bias: Tensor | None, problem
     """x [M, N] @ w[N, K], over chunks of the weight's blocks, so that no partial sums are added up."""
     assert fmt.block_size is not None
     n, end = problem.out_features, problem.block_offset + problem.in_features
+    if n == 0:
+        return x.new_zeros(x.shape[0], problem.in_features) + (0 if bias is None else bias)
     y = torch.empty(x.shape[0], problem.in_features, dtype=x.dtype, device=x.device)
     step = max(1, _chunk(x) // (max(1, n) * fmt.block_size)) * fmt.block_size
     for first in range(0, end, step):
         start, stop = max(first, problem.block_offset), min(first + step, end)
-        columns = slice(fmt.packed_size(first), fmt.packed_size(stop))
-        blocks = slice(fmt.num_blocks(first), fmt.num_blocks(stop))
-        decode = _row_decoder(fmt, n, stop - start, start - first, x)
-        w = decode(weight.qdata[:, columns], weight.scale[:, blocks])
+        qdata = weight.qdata[:, fmt.packed_size(first) : fmt.packed_size(stop)]
+        scale = weight.scale[:, fmt.num_blocks(first) : fmt.num_blocks(stop)]
         out = slice(start - problem.block_offset, stop - problem.block_offset)
-        y[:, out] = x @ w if bias is None else torch.addmm(bias[out], x, w)
+        for _, w in _decoded(qdata, scale, fmt, stop - start, start - first, x.dtype, n):
+            y[:, out] = x @ w if bias is None else torch.addmm(bias[out], x, w)
     return y
 
 
-def _row_decoder(
-    fmt: Format, rows: int, length: int, block_offset: int, x: Tensor
-) -> Callable[[Tensor, Tensor], Tensor]:
-    """Decodes codes and scales of up to `rows` rows to x's dtype; fp64 by the reference, whose range is fp64's
-    throughout.
-    """
-    if x.dtype == torch.float64:
-        return functools.partial(
-            dequantize_blocks, fmt=fmt, length=length, block_offset=block_offset, dtype=torch.float64
-        )
-    return RowDecoder(fmt, rows, length, block_offset, x.dtype, x.device)
+def _decoded(
+    qdata: Tensor, scale: Tensor, fmt: Format, length: int, block_offset: int, dtype: torch.dtype, step: int
+) -> Iterator[tuple[slice, Tensor]]:
+    """Chunks of decoded rows; fp64 by the reference, whose range is fp64's throughout."""
+    if dtype != torch.float64:
+        yield from decoded_rows(qdata, scale, fmt, length, block_offset=block_offset, dtype=dtype, step=step)
+        return
+    for start in range(0, qdata.shape[0], step):
+        rows = slice(start, start + step)
+        yield rows, dequantize_blocks(qdata[rows], scale[rows], fmt, length, block_offset=block_offset, dtype=dtype)
 
 
 def _chunk(x: Tensor) -> int:
-    return _CPU_CHUNK if x.device.type == "cpu" else _DEVICE_CHUNK
+    """Elements to decode at a time."""
+    return (_CPU_CHUNK if x.device.type == "cpu" else _DEVICE_CHUNK) // x.itemsize

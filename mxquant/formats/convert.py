@@ -1,17 +1,25 @@
-"""What comes in: conversion to fp32, and how much of it is worked on at a time."""
+"""Arithmetic that is the same everywhere: conversion to fp32, IEEE division, and how much is worked on at a time."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-_CPU_CHUNK = 1 << 16
-_DEVICE_CHUNKS = 16
+_CACHED = 1 << 16
+_CHUNKS = 16
 
 
 def chunk_elements(x: Tensor) -> int:
-    """Elements to work on at a time, so that temporaries stay small beside `x` and, on a CPU, in the cache."""
-    return _CPU_CHUNK if x.device.type == "cpu" else max(_CPU_CHUNK, x.numel() // _DEVICE_CHUNKS)
+    """Elements to work on at a time.
+
+    On a CPU, what each thread's cache holds with the temporaries; on a GPU, few launches. In both cases little beside
+    `x`, unless that is small itself.
+    """
+    share = x.numel() // _CHUNKS
+    if x.device.type == "cpu":
+        # A traced graph is cut by its compiler, not by the threads of today.
+        share = 0 if torch.compiler.is_compiling() else min(share, _CACHED * torch.get_num_threads())
+    return max(_CACHED, share)
 
 
 def to_fp32(x: Tensor) -> Tensor:
@@ -31,3 +39,8 @@ def to_fp32(x: Tensor) -> Tensor:
     away = rounded.to(torch.float64).abs() > x.abs()
     inexact = (rounded.to(torch.float64) != x) & x.isfinite()
     return ((bits - away.to(torch.int32)) | inexact.to(torch.int32)).view(torch.float32)
+
+
+def divide(x: Tensor, divisor: float) -> Tensor:
+    """The IEEE quotient. On CUDA, torch makes `x / number` a product with the reciprocal, which can be one ulp off."""
+    return x / x.new_full((), divisor)

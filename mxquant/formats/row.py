@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mxquant.formats.convert import to_fp32
+from mxquant.formats.convert import divide, to_fp32
 from mxquant.formats.element import encode
 from mxquant.formats.spec import Format
 
@@ -19,7 +19,7 @@ _FP32_MIN_NORMAL = 2.0**-126
 def row_scale(x: Tensor, fmt: Format) -> Tensor:
     """fp32 scales [..., 1] of the rows of `x` [..., K]: 1 for an all-zero row, NaN for one that holds NaN or Inf."""
     amax = to_fp32(x).abs().amax(-1, keepdim=True)
-    scale = (amax / fmt.element.max_value).clamp_(min=_FP32_MIN_NORMAL)
+    scale = divide(amax, fmt.element.max_value).clamp_(min=_FP32_MIN_NORMAL)
     return scale.masked_fill_(amax == 0, 1.0).masked_fill_(~amax.isfinite(), torch.nan)
 
 

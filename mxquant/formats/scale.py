@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mxquant.formats.convert import chunk_elements, to_fp32
+from mxquant.formats.convert import chunk_elements, divide, to_fp32
 from mxquant.formats.element import decode, encode
 from mxquant.formats.spec import ELEMENT_FORMATS, ElementFormat
 
@@ -102,7 +102,7 @@ def _finite_magnitude(x: Tensor) -> Tensor:
 
 
 def _nvfp4_scale(amax: Tensor) -> Tensor:
-    scale = (amax / (_E2M1_MAX * _E4M3.max_value)).clamp_(min=_FP32_MIN_NORMAL)
+    scale = divide(amax, _E2M1_MAX * _E4M3.max_value).clamp_(min=_FP32_MIN_NORMAL)
     return scale.masked_fill_(amax == 0, 1.0)
 
 

@@ -6,11 +6,13 @@ about a third of the twin's passes over the data.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
 from mxquant.formats.block import to_blocks
-from mxquant.formats.convert import to_fp32
+from mxquant.formats.convert import chunk_elements, to_fp32
 from mxquant.formats.element import MAGNITUDE_MASK
 from mxquant.formats.row import row_scale
 from mxquant.formats.scale import (
@@ -23,7 +25,6 @@ from mxquant.formats.scale import (
 )
 from mxquant.formats.spec import ElementFormat, Format
 
-_CHUNK = 1 << 16
 _EXPONENT_MASK = 0x7F800000
 
 
@@ -43,22 +44,19 @@ def quantize_dequantize(
         values, [M, K] in `dtype`; and the fp32 factor [M, 1] or 0-dim that completes them (NVFP4 and FP8 rows), or
         None (MX).
     """
-    outer = None
-    if fmt.scale_format != "e8m0":
-        dynamic = nvfp4_row_scale(x) if fmt.per_tensor else row_scale(x, fmt)
-        outer = dynamic if static_scale is None else static_scale.to(torch.float32).expand(x.shape[0], 1)
+    outer = None if fmt.scale_format == "e8m0" else torch.empty(x.shape[0], 1, device=x.device)
     values = torch.empty(x.shape, dtype=dtype, device=x.device)
-    step = max(1, _CHUNK // max(1, x.shape[1])) if x.device.type == "cpu" else max(1, x.shape[0])
+    step = max(1, chunk_elements(x) // max(1, x.shape[1]))
     for start in range(0, x.shape[0], step):
         rows = slice(start, start + step)
         chunk = to_fp32(x[rows])
         if outer is None:
             assert scale_mode is not None
             values[rows] = _mx(chunk, fmt, scale_mode)
-        elif fmt.per_tensor:
-            values[rows] = _nvfp4(chunk, fmt, outer[rows])
-        else:
-            values[rows] = round_to_element(chunk / outer[rows], fmt.element)
+            continue
+        dynamic = nvfp4_row_scale if fmt.per_tensor else functools.partial(row_scale, fmt=fmt)
+        outer[rows] = scale = dynamic(chunk) if static_scale is None else static_scale.expand(chunk.shape[0], 1)
+        values[rows] = _nvfp4(chunk, fmt, scale) if fmt.per_tensor else round_to_element(chunk / scale, fmt.element)
     return values, outer
 
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from mxquant.formats import get_format
 from mxquant.formats.block import dequantize_blocks
-from mxquant.kernels.lookup import RowDecoder
+from mxquant.kernels.lookup import decoded_rows
 
 DTYPES = [torch.bfloat16, torch.float32]
 
@@ -31,11 +31,14 @@ def check(format: str, qdata: Tensor, scale: Tensor, length: int, offset: int, d
     # Element x block scale: the per-tensor scale of NVFP4 is applied after the sum.
     ones = torch.ones(()) if fmt.per_tensor else None
     expected = dequantize_blocks(qdata, scale, fmt, length, block_offset=offset, per_tensor_scale=ones, dtype=dtype)
-    decoder = RowDecoder(fmt, qdata.shape[0], length, offset, dtype, qdata.device)
-    for _ in range(2):  # its buffers are used again
-        result = decoder(qdata, scale)
-        assert result.dtype == dtype
-        assert torch.equal(bits(result), bits(expected))
+    for step in (qdata.shape[0], 2):
+        covered = 0
+        for rows, values in decoded_rows(qdata, scale, fmt, length, block_offset=offset, dtype=dtype, step=step):
+            assert rows.start == covered
+            assert values.dtype == dtype
+            assert torch.equal(bits(values), bits(expected[rows]))
+            covered = rows.stop
+        assert covered == qdata.shape[0]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -90,12 +93,15 @@ def test_non_contiguous_codes_and_scales(format: str) -> None:
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_fewer_rows_than_the_decoder_was_made_for(format: str) -> None:
-    """The last chunk of a weight is shorter; what earlier chunks left in the buffers does not show."""
-    fmt, length = get_format(format), 45
-    decoder = RowDecoder(fmt, 5, length, 0, torch.float32, torch.device("cpu"))
-    ones = torch.ones(()) if fmt.per_tensor else None
-    for rows in (5, 2, 5, 1):
-        qdata, scale = random_operand(format, rows, length)
-        expected = dequantize_blocks(qdata, scale, fmt, length, per_tensor_scale=ones)
-        assert torch.equal(bits(decoder(qdata, scale)), bits(expected))
+def test_a_shorter_last_chunk_and_no_rows(format: str) -> None:
+    """What earlier chunks left in the shared buffers does not show."""
+    for rows in (5, 3, 1, 0):
+        check(format, *random_operand(format, rows, 45), 45, 0, torch.float32)
+
+
+def test_chunks_share_one_buffer() -> None:
+    """No page faults for fresh memory: each chunk takes the place of the one before."""
+    chunks = decoded_rows(
+        *random_operand("mxfp4", 6, 64), get_format("mxfp4"), 64, block_offset=0, dtype=torch.float32, step=2
+    )
+    assert len({values.data_ptr() for _, values in chunks}) == 1
