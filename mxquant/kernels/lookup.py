@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +21,10 @@ from mxquant.formats.spec import ElementFormat, Format
 
 # Integer or complex types whose item is as wide as a table entry: one gather then moves all the values of a word.
 _ENTRY_DTYPES = {4: torch.int32, 8: torch.int64, 16: torch.complex128}
+
+
+# Elements decoded at a time on a CPU: what lies between the packed bytes and the values then stays in the L2 cache.
+_PIECE = 1 << 19
 
 
 def _codes_per_word(element: ElementFormat) -> int:
@@ -68,25 +73,52 @@ def decoded_rows(
     assert fmt.block_size is not None
     rows, blocks = scale.shape
     step = max(1, min(step, rows))
-    words_per_row = blocks * fmt.block_size // _codes_per_word(fmt.element)
-    columns = slice(block_offset, block_offset + length)
     table = _element_table(fmt.element, dtype, qdata.device)
     scale_table = _scale_table(fmt.scale_format, dtype, qdata.device)
     scales = scale_table.index_select(0, scale.reshape(-1).to(torch.int32)).view(rows, blocks, 1)
     source = qdata if fmt.element.bits == 6 else _as_words(qdata)
-    # Zeros, since the words that complete a partial last block are never written.
-    words = torch.zeros(step, words_per_row, dtype=torch.int32, device=qdata.device)
-    entries = torch.empty(step * words_per_row, dtype=table.dtype, device=qdata.device)
     values = torch.empty(step, blocks, fmt.block_size, dtype=dtype, device=qdata.device)
+    columns = slice(block_offset, block_offset + length)
+    height = min(step, max(1, _PIECE // values[0].numel())) if qdata.device.type == "cpu" else step
+    whole = _Piece.empty(height, values.shape[1:], source.shape[1], fmt.element, table, dtype)
     for start in range(0, rows, step):
-        chunk = slice(start, min(start + step, rows))
-        count = chunk.stop - start
-        if count < step:
-            words, entries, values = words[:count], entries[: count * words_per_row], values[:count]
-        _fill_words(words, source[chunk], fmt.element.bits)
-        torch.index_select(table, 0, words.view(-1), out=entries)
-        torch.mul(entries.view(dtype).view(values.shape), scales[chunk], out=values)
-        yield chunk, values.flatten(1)[:, columns]
+        stop = min(start + step, rows)
+        for first in range(start, stop, height):
+            part = slice(first, min(first + height, stop))
+            piece = whole if part.stop - first == height else whole.head(part.stop - first)
+            _fill_words(piece.targets, source[part])
+            torch.index_select(table, 0, piece.words, out=piece.entries)
+            torch.mul(piece.decoded, scales[part], out=values[first - start : part.stop - start])
+        yield slice(start, stop), values[: stop - start].flatten(1)[:, columns]
+
+
+class _Piece(NamedTuple):
+    """The buffers between packed bytes and values, for some rows, as the views that each step takes."""
+
+    targets: Tensor
+    """Where the indices of table entries are written: int32 [rows, words], or [rows, groups, 2] for 6-bit codes."""
+    words: Tensor
+    """All indices, those that complete a partial last block included: int32 [n], zero where nothing is written."""
+    entries: Tensor
+    """The entries found, [n]."""
+    decoded: Tensor
+    """The same as values, [rows, blocks, block_size]."""
+
+    @classmethod
+    def empty(
+        cls, rows: int, shape: torch.Size, width: int, element: ElementFormat, table: Tensor, dtype: torch.dtype
+    ) -> _Piece:
+        """`width`: of the rows that `_fill_words` is given."""
+        count = shape.numel() // _codes_per_word(element)
+        words = torch.zeros(rows, count, dtype=torch.int32, device=table.device)
+        entries = torch.empty(rows * count, dtype=table.dtype, device=table.device)
+        groups = width // 3
+        targets = words[:, : 2 * groups].unflatten(1, (groups, 2)) if element.bits == 6 else words[:, :width]
+        return cls(targets, words.view(-1), entries, entries.view(dtype).view(rows, *shape))
+
+    def head(self, rows: int) -> _Piece:
+        count = rows * (self.words.numel() // self.targets.shape[0])
+        return _Piece(self.targets[:rows], self.words[:count], self.entries[:count], self.decoded[:rows])
 
 
 def _as_words(qdata: Tensor) -> Tensor:
@@ -97,12 +129,11 @@ def _as_words(qdata: Tensor) -> Tensor:
     return qdata.view(torch.uint16)
 
 
-def _fill_words(words: Tensor, source: Tensor, bits: int) -> None:
-    """Write the indices of the table's entries into the head of int32 `words` [n, m]."""
-    if bits != 6:
-        words[:, : source.shape[1]].copy_(source)
+def _fill_words(targets: Tensor, source: Tensor) -> None:
+    """Write the indices of the table's entries for 16-bit words [n, m], or for the bytes [n, 3m] of 6-bit codes."""
+    if targets.dim() == 2:
+        targets.copy_(source)
         return
-    b0, b1, b2 = source.unflatten(1, (source.shape[1] // 3, 3)).unbind(-1)
-    pairs = words[:, : 2 * b0.shape[1]].unflatten(1, (b0.shape[1], 2))
-    pairs[..., 0].copy_(b1).mul_(1 << 8).add_(b0)
-    pairs[..., 1].copy_(b2).add_(1 << 8).mul_(1 << 8).add_(b1)
+    b0, b1, b2 = source.unflatten(1, (targets.shape[1], 3)).unbind(-1)
+    targets[..., 0].copy_(b1).mul_(1 << 8).add_(b0)
+    targets[..., 1].copy_(b2).add_(1 << 8).mul_(1 << 8).add_(b1)
