@@ -40,12 +40,13 @@ def machine() -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "load_average": round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None,
         "system": f"{platform.system()} {platform.machine()}",
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
     }
 
 
 def versions() -> dict[str, str]:
     found = {"python": platform.python_version()}
-    for package in ("torch", "torchao", "transformers", "mxquant"):
+    for package in ("torch", "triton", "torchao", "transformers", "mxquant"):
         try:
             found[package] = version(package)
         except PackageNotFoundError:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from mxquant.backends import Problem, candidates, get_backend, list_backends
+from mxquant.backends import ANY_LAYOUT, Problem, candidates, get_backend, list_backends
 from mxquant.formats import ACTIVATION_FORMATS, WEIGHT_FORMATS, get_format
 
 PAGE = Path(__file__).with_name("support_matrix.md")
@@ -49,6 +49,7 @@ def problems(weight: str, activation: str | None) -> Iterator[tuple[str, str, Pr
                 dtype=dtype,
                 device=torch.device(device),
                 capability=capability,
+                layout=ANY_LAYOUT,
             )
             yield device_name, name_of(dtype), problem
 

@@ -87,10 +87,10 @@ def continuation(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, pro
 
 def main(argv: Sequence[str] | None = None) -> dict[str, dict[str, float | str]]:
     parser = argparse.ArgumentParser(description="SmolLM2's perplexity and writing before and after quantization.")
-    parser.add_argument("--tokens", type=int, default=2048, help="evaluate on so many (default 2048)")
+    parser.add_argument("--tokens", type=int, default=1024, help="evaluate on so many (default 1024)")
     parser.add_argument("--configs", nargs="*", choices=CONFIGS, default=list(CONFIGS), metavar="CONFIG")
     parser.add_argument("--prompt", default="The three primary colours are")
-    parser.add_argument("--length", type=int, default=16, help="tokens to generate (default 16; 0: do not generate)")
+    parser.add_argument("--length", type=int, default=10, help="tokens to generate (default 10; 0: do not generate)")
     arguments = parser.parse_args(argv)
     if arguments.tokens % WINDOW or not WINDOW <= arguments.tokens <= 75_264:
         parser.error(f"--tokens {arguments.tokens}: give a multiple of {WINDOW}, at most 75264 (the whole corpus)")

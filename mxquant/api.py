@@ -94,10 +94,12 @@ def explain(
 
     Raises:
         ValueError: nothing in it is quantized, or the input's last size is not the layer's in_features.
-        TypeError: neither a module nor a tensor.
+        TypeError: neither a module nor a tensor, or no input shape.
     """
     weight = _weight_of(module_or_tensor)
-    problem = describe(weight, device=None if device is None else torch.device(device))
+    problem = describe(weight, device=None if device is None else _parsed_device(device))
+    if input_shape is not None and not (isinstance(input_shape, Sequence) and all(type(n) is int for n in input_shape)):
+        raise TypeError(f"input_shape is a sequence of sizes such as (4, 4096); got {input_shape!r}")
     if input_shape is not None and (not input_shape or input_shape[-1] != problem.in_features):
         raise ValueError(
             f"input_shape {tuple(input_shape)} does not fit a weight of shape {tuple(weight.shape)}: "
@@ -181,7 +183,7 @@ def _check_backend(name: str, weight: Tensor, config: _MXConfig, device: torch.d
         fmt.name,
         weight.shape,
         weight.dtype,
-        per_tensor_scale=torch.empty((), device="meta") if fmt.per_tensor else None,
+        per_tensor_scale=torch.empty((), dtype=torch.float32, device="meta") if fmt.per_tensor else None,
     ).with_activation(config.activation_format, config.activation_scale_mode)
     try:
         select_backend(describe(stand_in, device=device or weight.device), config.backend)
@@ -241,7 +243,8 @@ def _weight_of(module_or_tensor: nn.Module | Tensor) -> MXTensor:
         if isinstance(weight, MXTensor):
             return weight
         inside = [name.removesuffix(".weight") for name, p in module_or_tensor.named_parameters() if _is_quantized(p)]
-        remedy = f"name one of its layers, such as {inside[0]!r}" if inside else "quantize it with quantize_ first"
+        layer = f"pass one of its layers, such as model.get_submodule({inside[0]!r})" if inside else ""
+        remedy = layer or "quantize it with quantize_ first"
         raise ValueError(f"{type(module_or_tensor).__name__} has no quantized weight of its own; {remedy}")
     if isinstance(module_or_tensor, MXTensor) and module_or_tensor.dim() >= 2:
         return module_or_tensor
@@ -259,6 +262,14 @@ def _check_model(function: str, model: object) -> None:
         raise TypeError(
             f"{function} takes an nn.Module; got {type(model).__name__}. For a tensor, use mxquant.quantize"
         )
+
+
+def _parsed_device(device: torch.device | str) -> torch.device:
+    """`device`, which need not be here."""
+    try:
+        return torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(f"device={device!r} is no device; name one such as 'cpu' or 'cuda:0' ({error})") from None
 
 
 def _usable_device(device: torch.device | str | None) -> torch.device | None:

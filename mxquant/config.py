@@ -170,7 +170,7 @@ def nvfp4(**fields: Any) -> NVFP4Config:
 
 
 _SHORTHANDS = {"mxfp4": mxfp4, "mxfp6": mxfp6, "mxfp8": mxfp8, "nvfp4": nvfp4}
-_DICT_KEYS = ("weight", *(option.name for option in fields(_MXConfig)))
+CONFIG_FIELDS = ("weight", *(option.name for option in fields(_MXConfig)))
 _ACCEPTED = (
     f"a config such as MXFP4Config(), a format's name ({', '.join((*WEIGHT_FORMATS, *FORMAT_ALIASES))}), "
     "a dict such as {'weight': 'mxfp4', 'activation': None}, or None to skip"
@@ -207,7 +207,7 @@ def resolve_mapping(config: object) -> dict[str, _MXConfig | None]:
     Raises:
         ValueError, TypeError: as `resolve_config`, naming the key; an empty mapping; None; a key that is not a string.
     """
-    if isinstance(config, Mapping) and not ("weight" in config and set(config) <= set(_DICT_KEYS)):
+    if isinstance(config, Mapping) and not ("weight" in config and set(config) <= set(CONFIG_FIELDS)):
         if not config:
             raise ValueError(f"the config mapping is empty; give it keys such as 'linear', or pass {_ACCEPTED}")
         return {_checked_key(key): _resolve_value(key, value) for key, value in config.items()}
@@ -256,7 +256,7 @@ def _config_from_dict(value: Mapping[object, object]) -> _MXConfig:
             f"got {dict(value)!r} (to skip, use None instead of a dict)"
         )
     for key in options:
-        if key not in _DICT_KEYS:
-            near = suggestion(str(key), _DICT_KEYS)
-            raise ValueError(f"{key!r} is not a field of a config; use any of {', '.join(_DICT_KEYS)}{near}")
+        if key not in CONFIG_FIELDS:
+            near = suggestion(str(key), CONFIG_FIELDS)
+            raise ValueError(f"{key!r} is not a field of a config; use any of {', '.join(CONFIG_FIELDS)}{near}")
     return _named_config(weight, **{str(key): option for key, option in options.items()})

@@ -29,7 +29,7 @@ from typing import Literal
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from mxquant.config import KINDS, _MXConfig, suggestion
+from mxquant.config import CONFIG_FIELDS, KINDS, _MXConfig, suggestion
 
 FilterFn = Callable[[nn.Module, str], bool]
 
@@ -245,6 +245,8 @@ class _Key:
         if not covered and not self.matched:
             what = "is a kind that this model has none of" if self.level == _KIND else "matches no module or parameter"
             near = "" if self.level == _KIND else suggestion(self.text, (*KINDS, *names))
+            if self.text in CONFIG_FIELDS:
+                near = f"; a dict that is one config has only the keys {', '.join(CONFIG_FIELDS)}"
             raise ValueError(f"the config's key {self.text!r} {what}; use 'linear', 'moe', a name or a pattern{near}")
         if self.config is None or any(self.applies(site) for site in covered):
             return

@@ -1,6 +1,6 @@
 """Who multiplies: the backends' protocol, their registry, and the backends, one a file."""
 
-from mxquant.backends.base import Backend, Layout, Operand, Problem
+from mxquant.backends.base import ANY_LAYOUT, Backend, Layout, Operand, Problem
 from mxquant.backends.registry import (
     backend_of_layout,
     candidates,
@@ -12,6 +12,7 @@ from mxquant.backends.registry import (
 )
 
 __all__ = [
+    "ANY_LAYOUT",
     "Backend",
     "Layout",
     "Operand",

@@ -19,6 +19,8 @@ from torch import Tensor
 from mxquant.formats.spec import Format
 
 CANONICAL = "canonical"
+ANY_LAYOUT = "any"
+"""Stands for the layout of a weight that is yet to be prepared."""
 
 
 class Operand(NamedTuple):
@@ -76,8 +78,11 @@ class Layout(abc.ABC):
     name: ClassVar[str]
 
     @abc.abstractmethod
-    def pack(self, qdata: Tensor, scale: Tensor, fmt: Format) -> tuple[Tensor, Tensor]:
-        """Canonical uint8 tensors [..., N, bytes] and [..., N, blocks] to this layout's, of the same bytes in all."""
+    def pack(self, qdata: Tensor, scale: Tensor, fmt: Format) -> tuple[Tensor, Tensor] | None:
+        """Canonical uint8 tensors [..., N, bytes] and [..., N, blocks] to this layout's, of the same bytes in all.
+
+        None if these values cannot be arranged so; the next backend is then asked.
+        """
 
     @abc.abstractmethod
     def unpack(self, qdata: Tensor, scale: Tensor, fmt: Format, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
@@ -98,7 +103,7 @@ class Backend(abc.ABC):
         """None if this backend computes `problem` exactly as stated, else the reason why not, in a few words. Never
         raises.
 
-        The problem's layout is not its concern: the weight is converted to the chosen backend's.
+        The problem's layout is not its concern: the registry sees to it that the weight is in its own.
         """
 
     @abc.abstractmethod

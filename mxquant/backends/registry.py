@@ -6,11 +6,13 @@ import functools
 import logging
 from typing import TypeVar
 
-from mxquant.backends.base import CANONICAL, Backend, Problem
+from mxquant.backends.base import ANY_LAYOUT, CANONICAL, Backend, Problem
 from mxquant.backends.emulation import Emulation
+from mxquant.backends.fp8 import FP8
+from mxquant.backends.triton import Triton
 
 _logger = logging.getLogger("mxquant")
-_backends: dict[str, Backend] = {Emulation.name: Emulation()}
+_backends: dict[str, Backend] = {backend.name: backend for backend in (FP8(), Triton(), Emulation())}
 _B = TypeVar("_B", bound=type[Backend])
 
 
@@ -43,7 +45,7 @@ def register_backend(cls: _B, before: str = Emulation.name) -> _B:
     items.insert(position, (cls.name, cls()))
     _backends.clear()
     _backends.update(items)
-    _select.cache_clear()
+    preferences.cache_clear()
     return cls
 
 
@@ -56,7 +58,7 @@ def unregister_backend(name: str) -> None:
     if _known(name) == Emulation.name:
         raise ValueError("backend 'emulation' cannot be removed: everything falls back to it")
     del _backends[name]
-    _select.cache_clear()
+    preferences.cache_clear()
 
 
 def list_backends() -> list[str]:
@@ -89,20 +91,32 @@ def backend_of_layout(name: str) -> Backend:
 
 def candidates(problem: Problem) -> list[tuple[str, str | None]]:
     """Every backend in order with None if it takes `problem`, else the reason why not."""
-    return [(name, backend.reject(problem)) for name, backend in _backends.items()]
+    return [(name, _reject(backend, problem)) for name, backend in _backends.items()]
+
+
+def _reject(backend: Backend, problem: Problem) -> str | None:
+    reason, layout = backend.reject(problem), backend.layout
+    if reason is None and layout is not None and problem.layout not in (ANY_LAYOUT, layout.name):
+        return f"reads layout {layout.name}, the weight is in {problem.layout}: it was not prepared, or does not fit"
+    return reason
 
 
 def select(problem: Problem, requested: str = "auto") -> Backend:
-    """The first backend that takes `problem`, or the requested one.
+    """The first backend that takes `problem`, or the requested one, which may have to convert the weight's layout.
 
     Raises:
         ValueError: the requested backend is unknown, or rejects the problem.
     """
-    return _select(problem, requested)
+    return preferences(problem, requested)[0]
 
 
 @functools.lru_cache(maxsize=4096)
-def _select(problem: Problem, requested: str) -> Backend:
+def preferences(problem: Problem, requested: str = "auto") -> tuple[Backend, ...]:
+    """The backends that take `problem`, best first; of a requested backend, it alone.
+
+    Raises:
+        ValueError: the requested backend is unknown, or rejects the problem.
+    """
     if requested != "auto":
         backend = get_backend(requested)
         reason = backend.reject(problem)
@@ -111,11 +125,11 @@ def _select(problem: Problem, requested: str) -> Backend:
                 f"backend {requested!r} cannot compute this matmul: {reason}. "
                 'Use backend="auto" for the best one that can, or explain() for what each says'
             )
-        return backend
-    backend = next(backend for backend in _backends.values() if backend.reject(problem) is None)
-    if not backend.native and problem.device.type not in ("cpu", "meta"):
+        return (backend,)
+    accepting = tuple(backend for backend in _backends.values() if _reject(backend, problem) is None)
+    if not accepting[0].native and problem.device.type not in ("cpu", "meta"):
         _log_emulation(problem.device.type)
-    return backend
+    return accepting
 
 
 @functools.cache

@@ -86,7 +86,7 @@ def nvfp4_per_tensor_scale(x: Tensor) -> Tensor:
         fp32, 0-dim.
     """
     if x.numel() == 0:
-        return torch.ones((), device=x.device)
+        return torch.ones((), dtype=torch.float32, device=x.device)
     chunks = x.flatten().split(chunk_elements(x))
     return _nvfp4_scale(torch.stack([_finite_magnitude(chunk).amax() for chunk in chunks]).amax())
 

@@ -8,12 +8,13 @@ times faster than shifting and masking, and than a table of single codes. Twin: 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from mxquant.formats.element import decode as decode_elements
 from mxquant.formats.scale import e4m3_to_float, e8m0_to_float
@@ -31,7 +32,19 @@ def _codes_per_word(element: ElementFormat) -> int:
     return 16 // element.bits
 
 
+def _real(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Make a table of real memory also where a tracing mode is active: the cache outlives it."""
+
+    @functools.wraps(make)
+    def table(*arguments: object) -> Tensor:
+        with _disable_current_modes(), torch.inference_mode(False):
+            return make(*arguments)
+
+    return table
+
+
 @functools.cache
+@_real
 def _element_table(element: ElementFormat, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Entry w holds the values of the codes in the 16-bit word w, viewed as one item.
 
@@ -48,6 +61,7 @@ def _element_table(element: ElementFormat, dtype: torch.dtype, device: torch.dev
 
 
 @functools.cache
+@_real
 def _scale_table(scale_format: str, dtype: torch.dtype, device: torch.device) -> Tensor:
     to_float = e4m3_to_float if scale_format == "e4m3" else e8m0_to_float
     return to_float(torch.arange(256, dtype=torch.uint8, device=device), dtype)
@@ -125,7 +139,7 @@ def _as_words(qdata: Tensor) -> Tensor:
     """The packed bytes [N, bytes] as 16-bit words, copied only where pairs of bytes cannot be viewed as words."""
     odd = qdata.shape[1] % 2
     if odd or qdata.stride(0) % 2 or qdata.storage_offset() % 2:
-        qdata = F.pad(qdata, (0, odd)).clone()
+        qdata = F.pad(qdata, (0, odd)).clone(memory_format=torch.contiguous_format)
     return qdata.view(torch.uint16)
 
 

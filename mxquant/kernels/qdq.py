@@ -44,7 +44,7 @@ def quantize_dequantize(
         values, [M, K] in `dtype`; and the fp32 factor [M, 1] or 0-dim that completes them (NVFP4 and FP8 rows), or
         None (MX).
     """
-    outer = None if fmt.scale_format == "e8m0" else torch.empty(x.shape[0], 1, device=x.device)
+    outer = None if fmt.scale_format == "e8m0" else torch.empty(x.shape[0], 1, dtype=torch.float32, device=x.device)
     values = torch.empty(x.shape, dtype=dtype, device=x.device)
     step = max(1, chunk_elements(x) // max(1, x.shape[1]))
     for start in range(0, x.shape[0], step):

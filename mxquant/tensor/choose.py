@@ -6,8 +6,8 @@ import dataclasses
 
 import torch
 
-from mxquant.backends.base import CANONICAL, Backend, Problem
-from mxquant.backends.registry import candidates, select
+from mxquant.backends.base import ANY_LAYOUT, CANONICAL, Backend, Problem
+from mxquant.backends.registry import candidates, preferences
 from mxquant.tensor.mxtensor import EmulatedMXTensor, MXTensor, block_format, physical_shape
 
 
@@ -23,7 +23,7 @@ def describe(
     Args:
         dtype: of the other operand; None: the weight's own.
         contraction: "blocked" along the weight's blocked axis, "unblocked" along the other.
-        device: to ask about another device than the weight's.
+        device: to ask about another device than the weight's, where it would be prepared anew.
     """
     # While a graph is traced the sizes may be symbolic: a choice of backend specializes on them.
     *_, n, k = (int(size) for size in physical_shape(weight))
@@ -44,7 +44,7 @@ def describe(
         if device.type == "cuda" and torch.cuda.is_available()
         else None,
         contraction=contraction,
-        layout=metadata.layout,
+        layout=metadata.layout if device == weight.device else ANY_LAYOUT,
     )
 
 
@@ -62,8 +62,15 @@ def as_weight(tensor: MXTensor, backend: str = "auto") -> MXTensor:
     tensor = tensor.canonical()
     if tensor.dim() < 2:
         return tensor
-    chosen = select(describe(tensor), backend)
-    return _as_class(MXTensor if chosen.native else EmulatedMXTensor, in_layout_of(chosen, tensor), backend)
+    problem = dataclasses.replace(describe(tensor), layout=ANY_LAYOUT)
+    for chosen in preferences(problem, backend):
+        prepared = in_layout_of(chosen, tensor)
+        if prepared is not None:
+            return _as_class(MXTensor if chosen.native else EmulatedMXTensor, prepared, backend)
+    raise ValueError(
+        f"backend {backend!r} cannot hold the values of {tensor!r}: its layout does not fit them. "
+        'Use backend="auto" for one that can'
+    )
 
 
 def as_moved_weight(tensor: MXTensor, backend: str) -> MXTensor:
@@ -79,8 +86,8 @@ def _as_class(cls: type[MXTensor], tensor: MXTensor, backend: str) -> MXTensor:
     return cls(tensor.operand, tensor.metadata, tensor.shape, backend)
 
 
-def in_layout_of(backend: Backend, tensor: MXTensor) -> MXTensor:
-    """The tensor in the layout that `backend` reads: itself where it is so already.
+def in_layout_of(backend: Backend, tensor: MXTensor) -> MXTensor | None:
+    """The tensor in the layout that `backend` reads: itself where it is so already; None if its values do not fit.
 
     Raises:
         ValueError: the layout does not keep the number of bytes.
@@ -91,12 +98,14 @@ def in_layout_of(backend: Backend, tensor: MXTensor) -> MXTensor:
     tensor = tensor.canonical()
     if layout is None:
         return tensor
-    qdata, scale = layout.pack(tensor.qdata, tensor.scale, block_format(tensor))
-    before, after = tensor.qdata.nbytes + tensor.scale.nbytes, qdata.nbytes + scale.nbytes
+    packed = layout.pack(tensor.qdata, tensor.scale, block_format(tensor))
+    if packed is None:
+        return None
+    before, after = tensor.qdata.nbytes + tensor.scale.nbytes, packed[0].nbytes + packed[1].nbytes
     if before != after:
         raise ValueError(
             f"layout {layout.name!r} of backend {backend.name!r} turned {before} bytes into {after}; a layout keeps "
             "their number. Expanded copies are workspace of a call"
         )
     metadata = dataclasses.replace(tensor.metadata, layout=layout.name)
-    return tensor.rewrap(tensor.operand._replace(qdata=qdata, scale=scale), metadata)
+    return tensor.rewrap(tensor.operand._replace(qdata=packed[0], scale=packed[1]), metadata)

@@ -7,7 +7,7 @@ are called directly.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from mxquant.backends.base import Operand
 from mxquant.formats.block import dequantize_blocks, quantize_blocks
 from mxquant.formats.scale import NAN_BYTE, nvfp4_per_tensor_scale
 from mxquant.formats.spec import Format, get_format, resolve_scale_mode
+from mxquant.kernels import has_triton
 from mxquant.tensor.metadata import Metadata, check_dtype
 from mxquant.tensor.mxtensor import MXTensor, block_format, logical_shape, physical_shape
 
@@ -95,6 +96,8 @@ def _check_input(x: Tensor, axis: int, nonfinite: str) -> None:
         raise NotImplementedError(
             f"a meta tensor of shape {tuple(x.shape)} has no values to quantize; load or materialize it first"
         )
+    if type(axis) is not int:
+        raise TypeError(f"axis is one integer; got {axis!r}")
     if x.dim() == 0 or not -x.dim() <= axis < x.dim():
         raise ValueError(
             f"axis {axis} is out of range for a tensor of shape {tuple(x.shape)}; blocks need an axis to run along"
@@ -109,10 +112,7 @@ def _physical_per_tensor_scale(fmt: Format, scale: Tensor, x: Tensor, axis: int)
     """A given per-tensor scale as stored: 0-dim, or of the physical rank with 1 for the blocked axis."""
     if not fmt.per_tensor:
         raise ValueError(f"per_tensor_scale is superfluous for {fmt.name}, only nvfp4 has one; leave it out")
-    if scale.dtype != torch.float32 or scale.device != x.device:
-        raise TypeError(f"per_tensor_scale is float32 on {x.device}; got {scale.dtype} on {scale.device}")
-    if not is_traced(scale) and not bool(((scale > 0) & scale.isfinite()).all()):
-        raise ValueError(f"per_tensor_scale is positive and finite; got {scale.flatten()[:4].tolist()}")
+    check_multiplier("per_tensor_scale", scale, x.device)
     if scale.numel() == 1:
         return scale.reshape(())
     fits = scale.dim() == x.dim() and all(a in (1, b) for a, b in zip(scale.shape, x.shape, strict=True))
@@ -132,7 +132,8 @@ def _quantize(
     fmt = get_format(format)
     if fmt.per_tensor and per_tensor_scale is None:
         per_tensor_scale = nvfp4_per_tensor_scale(x)
-    qdata, scale = quantize_blocks(x, fmt, mode, per_tensor_scale=per_tensor_scale, canonical_zero=canonical_zero)
+    quantizer = _quantizer_for(x)
+    qdata, scale = quantizer(x, fmt, mode, per_tensor_scale=per_tensor_scale, canonical_zero=canonical_zero)
     if raises and (bad := scale == NAN_BYTE).any():
         first = tuple(bad.nonzero()[0].tolist())
         raise ValueError(
@@ -140,6 +141,15 @@ def _quantize(
             'clean the tensor, or pass nonfinite="nan" to have such blocks decode to NaN'
         )
     return [qdata, scale] if per_tensor_scale is None else [qdata, scale, per_tensor_scale]
+
+
+def _quantizer_for(x: Tensor) -> Callable[..., tuple[Tensor, Tensor]]:
+    """The kernel where there is one, else the reference; both give the same bytes."""
+    if x.is_cuda and x.dtype != torch.float64 and has_triton():
+        from mxquant.kernels import cast  # imports triton, which is not everywhere
+
+        return cast.quantize_blocks
+    return quantize_blocks
 
 
 @torch.library.custom_op("mxquant::quantize", mutates_args=())
@@ -245,12 +255,18 @@ def from_qdata(
     qdata, scale = _as_bits("qdata", qdata), _as_bits("scale", scale)
     if qdata.dim() == 0:
         raise ValueError("qdata is 0-dim; it is [..., packed bytes] with the blocked axis last")
+    if type(axis) is not int:
+        raise TypeError(f"axis is one integer; got {axis!r}")
     if not -qdata.dim() <= axis < qdata.dim():
         raise ValueError(f"axis {axis} is out of range for a tensor of rank {qdata.dim()}")
     axis = axis if axis < 0 else axis - qdata.dim()
     if shape is None:
         codes = qdata.shape[-1] // fmt.bytes_per_group * fmt.codes_per_group
         shape = logical_shape((*qdata.shape[:-1], codes), axis)
+    if not isinstance(shape, Sequence) or not all(isinstance(n, (int, torch.SymInt)) and n >= 0 for n in shape):
+        raise TypeError(f"shape is a sequence of sizes; got {shape!r}")
+    if len(shape) != qdata.dim():
+        raise ValueError(f"shape {tuple(shape)} has rank {len(shape)}, qdata {tuple(qdata.shape)} rank {qdata.dim()}")
     operand = Operand(qdata, scale, per_tensor_scale)
     tensor = MXTensor(operand, Metadata(fmt.name, axis, check_dtype(dtype)), tuple(shape))
     return check_operand(tensor)
@@ -290,8 +306,7 @@ def _check_per_tensor_scale(tensor: MXTensor, fmt: Format) -> MXTensor:
         return tensor
     if not fmt.per_tensor:
         raise ValueError(f"per_tensor_scale is superfluous for {fmt.name}, only nvfp4 has one; leave it out")
-    if given.dtype != torch.float32 or given.device != tensor.device:
-        raise TypeError(f"per_tensor_scale is float32 on {tensor.device}; got {given.dtype} on {given.device}")
+    check_multiplier("per_tensor_scale", given, tensor.device)
     if given.numel() == 1:
         tensor.per_tensor_scale = given.detach().reshape(())
     elif (
@@ -304,6 +319,20 @@ def _check_per_tensor_scale(tensor: MXTensor, fmt: Format) -> MXTensor:
             "give one element, or the same rank with 1 last and other sizes 1 or equal"
         )
     return tensor
+
+
+def check_multiplier(name: str, scale: Tensor, device: torch.device) -> None:
+    """Refuse what cannot be a scale that values are multiplied with.
+
+    Raises:
+        TypeError: not an fp32 tensor on `device`.
+        ValueError: not positive and finite (not looked at while a graph is traced).
+    """
+    if not isinstance(scale, Tensor) or scale.dtype != torch.float32 or scale.device != device:
+        given = f"{scale.dtype} on {scale.device}" if isinstance(scale, Tensor) else repr(scale)
+        raise TypeError(f"{name} is a float32 tensor on {device}; got {given}")
+    if not is_traced(scale) and not bool(((scale > 0) & scale.isfinite()).all()):
+        raise ValueError(f"{name} is positive and finite; got {scale.flatten()[:4].tolist()}")
 
 
 def _as_bits(name: str, tensor: Tensor) -> Tensor:

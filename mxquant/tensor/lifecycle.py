@@ -93,7 +93,13 @@ def copy_(destination: Tensor, source: Tensor, non_blocking: bool = False) -> Te
         )
     if source.metadata.layout != destination.metadata.layout:
         moved = source.rewrap(source.operand.map(lambda inner: inner.to(destination.device)))
-        source = in_layout_of(backend_of_layout(destination.metadata.layout), moved)
+        prepared = in_layout_of(backend_of_layout(destination.metadata.layout), moved)
+        if prepared is None:
+            raise ValueError(
+                f"cannot copy {source!r} into {destination!r}: its values do not fit layout "
+                f"{destination.metadata.layout!r}; load with assign=True"
+            )
+        source = prepared
     for target, given in zip(destination.operand, source.operand, strict=True):
         if target is not None and given is not None:
             target.copy_(given, non_blocking)
@@ -140,6 +146,8 @@ def _new(
     # A tensor like another takes the other's bytes; one of a new shape begins at a block border.
     offset = tensor.metadata.block_offset if tuple(size) == tuple(tensor.shape) else 0
     dtype = tensor.metadata.dtype if dtype is None else check_dtype(dtype)
+    if len(size) < -tensor.axis:
+        raise ValueError(f"a tensor like {tensor!r} has at least {-tensor.axis} axes; got shape {tuple(size)}")
     lead = list(size)
     end = offset + lead.pop(tensor.axis)
     per_tensor, static = tensor.per_tensor_scale, tensor.activation_scale

@@ -47,10 +47,15 @@ def product(
     """
     if weight.dim() == 1:
         return product(x, view(weight, (1, weight.shape[0])), -1, bias).squeeze(-1)
-    _check(x, weight, contracted, offsets)
+    _check(x, weight, contracted, bias, offsets)
     contraction = "blocked" if weight.axis == contracted else "unblocked"
     backend = select(describe(weight, x.dtype, contraction=contraction), requested_backend(weight))
-    weight = in_layout_of(backend, weight)
+    prepared = in_layout_of(backend, weight)
+    if prepared is None:
+        raise ValueError(
+            f'backend {backend.name!r} cannot hold the values of {weight!r}; use backend="auto" for one that can'
+        )
+    weight = prepared
     if not is_traced(x, weight.qdata):
         return _run(x, weight, bias, offsets, contraction, backend.name)
     text, shape = weight.metadata.to_json(), physical_shape(weight)
@@ -58,11 +63,14 @@ def product(
     return result
 
 
-def _check(x: Tensor, weight: MXTensor, contracted: int, offsets: Tensor | None) -> None:
+def _check(x: Tensor, weight: MXTensor, contracted: int, bias: Tensor | None, offsets: Tensor | None) -> None:
     if isinstance(x, MXTensor):
         raise NotImplementedError(
             f"both sides of a matmul are quantized: {x!r} and {weight!r}; call .dequantize() on one of them"
         )
+    for name, tensor in (("input", x), ("bias", bias)):
+        if tensor is not None and tensor.device != weight.device:
+            raise ValueError(f"{name} is on {tensor.device}, {weight!r} on {weight.device}; move them to one device")
     if not x.is_floating_point() or x.itemsize == 1:
         raise TypeError(
             f"a quantized weight multiplies bfloat16, float16, float32 or float64; got {x.dtype}. Convert the input "

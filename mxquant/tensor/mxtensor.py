@@ -154,7 +154,7 @@ class MXTensor(torch.Tensor):
         alike = isinstance(value, MXTensor) and value.metadata == self.metadata
         if not isinstance(value, MXTensor) or not alike or value.shape != self.shape or value.device != self.device:
             raise TypeError(
-                f"cannot set the data of {self!r} to {value!r}: format, dtype, shape and device must be the same. "
+                f"cannot set the data of {self!r} to {brief(value)}: format, dtype, shape and device must be the same. "
                 "Assign a new torch.nn.Parameter to the module instead"
             )
         self.qdata, self.scale, self.per_tensor_scale, self.activation_scale = value.operand
@@ -201,13 +201,20 @@ class MXTensor(torch.Tensor):
         else:
             fmt = get_format(activation, activation=True)
             name, mode = fmt.name, resolve_scale_mode(fmt, scale_mode)
-            if scale is not None and (fmt.scale_format == "e8m0" or scale.numel() != 1 or scale.dtype != torch.float32):
-                raise ValueError(
-                    f"a static activation scale is one fp32 value, for nvfp4, fp8_e4m3 or fp8_e5m2; got {scale.dtype} "
-                    f"{tuple(scale.shape)} for {fmt.name}"
-                )
+            if scale is not None:
+                scale = self._static_scale(scale, fmt)
         metadata = dataclasses.replace(self.metadata, activation=name, activation_scale_mode=mode)
         return self.rewrap(self.operand._replace(activation_scale=scale), metadata)
+
+    def _static_scale(self, scale: Tensor, fmt: Format) -> Tensor:
+        from mxquant.tensor.construct import check_multiplier
+
+        if fmt.scale_format == "e8m0":
+            raise ValueError(f"a static activation scale is for nvfp4, fp8_e4m3 and fp8_e5m2; {fmt.name} has none")
+        check_multiplier("a static activation scale", scale, self.device)
+        if scale.numel() != 1:
+            raise ValueError(f"a static activation scale has one element; got shape {tuple(scale.shape)}")
+        return scale.detach().reshape(())
 
     def rewrap(
         self,
@@ -264,9 +271,17 @@ class MXTensor(torch.Tensor):
             known: MXTensor = memo[id(self)]
             return known
         copied = memo[id(self)] = self.rewrap(self.operand.map(torch.clone))
-        copied.requires_grad_(self.requires_grad)
         copied.__dict__.update(copy.deepcopy(self.foreign_attributes() | self.parameter_mark(), memo))
         return copied
+
+    def __copy__(self) -> MXTensor:
+        copied = self.rewrap(self.operand)
+        copied.__dict__.update(self.foreign_attributes() | self.parameter_mark())
+        return copied
+
+    def requires_grad_(self, requires_grad: bool = True) -> MXTensor:
+        """Stays False: codes take no gradient, though `load_state_dict(assign=True)` asks for one."""
+        return self
 
     def share_memory_(self) -> MXTensor:
         for inner in self.operand:
@@ -327,6 +342,13 @@ class EmulatedMXTensor(MXTensor):
     the weight's device, or where backend="emulation" is named. Moving to another device chooses the class anew; it is
     saved as an MXTensor.
     """
+
+
+def brief(value: Any) -> str:
+    """One short line about any tensor, its values left out."""
+    if isinstance(value, Tensor) and not isinstance(value, MXTensor):
+        return f"an ordinary tensor of shape {tuple(value.shape)}, {value.dtype}, on {value.device}"
+    return repr(value)
 
 
 def precision(metadata: Metadata) -> str:

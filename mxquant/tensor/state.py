@@ -25,17 +25,27 @@ def flatten_state_dict(state_dict: Mapping[str, Tensor]) -> tuple[dict[str, Tens
     """A state dict as plain tensors and string metadata, which `safetensors.torch.save_file` takes.
 
     Each MXTensor `name` becomes `name.qdata`, `name.scale` and, where it has them, `name.per_tensor_scale` and
-    `name.activation_scale`; other tensors stay as they are.
+    `name.activation_scale`; other tensors stay as they are. Of tied tensors, quantized or not, the first is written.
 
     Returns:
-        the tensors; and {"mxquant": JSON of version, and of each quantized tensor's metadata}.
+        the tensors; and {"mxquant": JSON of version, each quantized tensor's metadata, and whom each other tied name
+        stands for}.
 
     Raises:
         ValueError: a name of the flattened form is taken by another tensor.
+        TypeError: not a mapping of names to tensors.
     """
+    if not isinstance(state_dict, Mapping) or not all(isinstance(tensor, Tensor) for tensor in state_dict.values()):
+        raise TypeError(f"flatten_state_dict takes a state dict, names to tensors; got {type(state_dict).__name__}")
     tensors: dict[str, Tensor] = {}
     described: dict[str, Any] = {}
+    first_names: dict[Any, str] = {}
+    aliases: dict[str, str] = {}
     for name, tensor in state_dict.items():
+        first = first_names.setdefault(_place(tensor) or name, name)
+        if first != name:
+            aliases[name] = first
+            continue
         if isinstance(tensor, MXTensor):
             canonical = tensor.canonical()
             described[name] = json.loads(canonical.metadata.to_json(tuple(canonical.shape)))
@@ -46,17 +56,30 @@ def flatten_state_dict(state_dict: Mapping[str, Tensor]) -> tuple[dict[str, Tens
             if part in tensors:
                 raise ValueError(f"two tensors would be saved as {part!r}; rename one of them in the state dict")
             tensors[part] = inner.contiguous() if isinstance(tensor, MXTensor) else inner
-    return tensors, {METADATA_KEY: json.dumps({"version": VERSION, "tensors": described}, sort_keys=True)}
+    content = {"version": VERSION, "tensors": described, "aliases": aliases}
+    return tensors, {METADATA_KEY: json.dumps(content, sort_keys=True)}
 
 
-def unflatten_state_dict(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> dict[str, Tensor]:
+def _place(tensor: Tensor) -> tuple[Any, ...] | None:
+    """What tied tensors have in common: the memory and how it is seen; None where there is none."""
+    inner = tensor.qdata if isinstance(tensor, MXTensor) else tensor
+    if tensor.is_meta or inner.numel() == 0 or tensor.layout != torch.strided:
+        return None
+    return type(tensor), inner.device, inner.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype
+
+
+def unflatten_state_dict(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None) -> dict[str, Tensor]:
     """The inverse of `flatten_state_dict`; load the result with `model.load_state_dict(..., assign=True)` into an
     unquantized model.
 
     Raises:
         ValueError: the metadata is missing, damaged or of an unknown version, or a tensor is missing or does not fit.
+        TypeError: not two mappings.
     """
-    described = _parse(metadata)
+    for given in (tensors, {} if metadata is None else metadata):  # None: a file that was saved without
+        if not isinstance(given, Mapping):
+            raise TypeError(f"unflatten_state_dict takes the tensors and the metadata, two mappings; got {given!r}")
+    described, aliases = _parse(metadata or {})
     state_dict = dict(tensors)
     for name, fields in described.items():
         parsed, shape = metadata_from_fields(fields)
@@ -75,10 +98,15 @@ def unflatten_state_dict(tensors: Mapping[str, Tensor], metadata: Mapping[str, s
             state_dict[name] = check_operand(MXTensor(operand, parsed, shape))
         except (ValueError, TypeError) as error:
             raise ValueError(f"cannot rebuild {name!r}: {error}") from error
+    for name, first in aliases.items():
+        if name in state_dict or first not in state_dict:
+            raise ValueError(f"the metadata says that {name!r} stands for {first!r}; the tensors say otherwise")
+        state_dict[name] = state_dict[first]
     return state_dict
 
 
-def _parse(metadata: Mapping[str, str]) -> dict[str, Any]:
+def _parse(metadata: Mapping[str, str]) -> tuple[dict[str, Any], dict[str, str]]:
+    """What `flatten_state_dict` wrote of quantized tensors, and of tied names."""
     if METADATA_KEY not in metadata:
         raise ValueError(
             f"no {METADATA_KEY!r} in the metadata (it has {sorted(metadata)}); pass on the metadata that "
@@ -87,8 +115,8 @@ def _parse(metadata: Mapping[str, str]) -> dict[str, Any]:
         )
     try:
         content = json.loads(metadata[METADATA_KEY])
-        version, described = content["version"], content["tensors"]
-        described.items()
+        version, described, aliases = content["version"], content["tensors"], content.get("aliases", {})
+        described.items(), aliases.items()
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(
             f"the {METADATA_KEY!r} metadata is damaged ({error}): {metadata[METADATA_KEY][:80]!r}"
@@ -97,18 +125,14 @@ def _parse(metadata: Mapping[str, str]) -> dict[str, Any]:
         raise ValueError(
             f"metadata version {version!r} is unknown, this is mxquant's version {VERSION}; update mxquant"
         )
-    result: dict[str, Any] = described
-    return result
+    return described, aliases
 
 
-def rebuild(
-    operand: tuple[Tensor | None, ...], metadata: str, requires_grad: bool, attributes: dict[str, Any]
-) -> MXTensor:
+def rebuild(operand: tuple[Tensor | None, ...], metadata: str, attributes: dict[str, Any]) -> MXTensor:
     """What a pickled MXTensor calls when loaded."""
     parsed, shape = metadata_from_json(metadata)
     assert shape is not None
     tensor = check_operand(MXTensor(Operand(*operand), parsed, shape))  # type: ignore[arg-type]
-    tensor.requires_grad_(requires_grad)
     tensor.__dict__.update(attributes)
     return tensor
 
@@ -123,7 +147,7 @@ def reduce(tensor: MXTensor) -> tuple[Any, ...]:
     text = canonical.metadata.to_json(tuple(canonical.shape))
     mark = tensor.parameter_mark()
     attributes = tensor.foreign_attributes() | mark if mark else {}
-    return rebuild, (tuple(canonical.operand), text, tensor.requires_grad, attributes)
+    return rebuild, (tuple(canonical.operand), text, attributes)
 
 
 torch.serialization.add_safe_globals([rebuild, MXTensor, EmulatedMXTensor])

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from mxquant.backends.base import Operand
-from mxquant.tensor.mxtensor import MXTensor, block_format, implements
+from mxquant.tensor.mxtensor import MXTensor, block_format, brief, implements
 
 aten = torch.ops.aten
 
@@ -144,23 +144,27 @@ def unbind(tensor: MXTensor, dim: int = 0) -> list[MXTensor]:
 
 @implements(aten.unsqueeze.default)
 def unsqueeze(tensor: MXTensor, dim: int) -> MXTensor:
+    dim = _axis_index(dim, tensor.dim() + 1)
     shape = list(tensor.shape)
-    shape.insert(_axis_index(dim, tensor.dim() + 1), 1)
-    return view(tensor, shape)
+    shape.insert(dim, 1)
+    blocked = tensor.axis % tensor.dim()
+    return _reshape(tensor, shape, blocked + (dim <= blocked))
 
 
 @implements(aten.squeeze.dim, aten.squeeze.dims, aten.squeeze.default)
 def squeeze(tensor: MXTensor, dim: int | Sequence[int] | None = None) -> MXTensor:
     dims = range(tensor.dim()) if dim is None else [dim] if isinstance(dim, int) else dim
     blocked = tensor.axis % tensor.dim()
-    dropped = {d % tensor.dim() for d in dims if tensor.shape[d] == 1} - {blocked}
-    return view(tensor, [size for i, size in enumerate(tensor.shape) if i not in dropped])
+    dropped = {index for index in (_axis_index(d, tensor.dim()) for d in dims) if tensor.shape[index] == 1}
+    if blocked in dropped:
+        _refuse(tensor, "squeezing the blocked axis")
+    shape = [size for i, size in enumerate(tensor.shape) if i not in dropped]
+    return _reshape(tensor, shape, blocked - sum(i < blocked for i in dropped))
 
 
 @implements(aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten._reshape_alias.default)
 def view(tensor: MXTensor, shape: Sequence[int], stride: Sequence[int] | None = None) -> MXTensor:
     """Reshape the axes on either side of the blocked axis, which stays whole."""
-    tensor = tensor.canonical()
     shape = _infer_size(shape, tensor.numel())
     if tuple(shape) == tuple(tensor.shape):
         return tensor.rewrap(tensor.operand)
@@ -168,13 +172,16 @@ def view(tensor: MXTensor, shape: Sequence[int], stride: Sequence[int] | None = 
     length, before = tensor.shape[blocked], math.prod(tensor.shape[:blocked])
     for position, size in enumerate(shape):
         if size == length and math.prod(shape[:position]) == before:
-            return _with_axis(tensor, _reshape_lead(tensor, shape, position), shape, position - len(shape))
+            return _reshape(tensor, shape, position)
     _refuse(tensor, f"a view as {tuple(shape)}, which splits or merges the blocked axis,")
 
 
-def _reshape_lead(tensor: MXTensor, shape: Sequence[int], blocked: int) -> Operand:
+def _reshape(tensor: MXTensor, shape: Sequence[int], blocked: int) -> MXTensor:
+    """The leading axes reshaped so that the logical shape is `shape`, with the blocked axis at index `blocked`."""
+    tensor = tensor.canonical()
     lead = [*shape[:blocked], *shape[blocked + 1 :]]
-    return map_lead(tensor, lambda inner: inner.reshape(*lead, inner.shape[-1]))
+    operand = map_lead(tensor, lambda inner: inner.reshape(*lead, inner.shape[-1]))
+    return _with_axis(tensor, operand, shape, blocked - len(shape))
 
 
 def _infer_size(shape: Sequence[int], numel: int) -> list[int]:
@@ -253,7 +260,7 @@ def _alike(first: MXTensor, other: Any) -> MXTensor:
     ):
         raise ValueError(
             "only tensors of one format, blocked axis, dtype and rule for activations can be joined; "
-            f"got {first!r} and {other!r}; call .dequantize() first to join them as ordinary tensors"
+            f"got {first!r} and {brief(other)}; call .dequantize() first to join them as ordinary tensors"
         )
     return other.canonical()
 

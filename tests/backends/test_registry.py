@@ -174,7 +174,9 @@ def message(requested: str, **changes: object) -> str:
 
 def test_an_explicit_backend_is_used_or_an_error_says_why_not() -> None:
     register_backend(Doubling)
-    assert_expected_inline(message("typo"), """backend 'typo' is unknown; registered: doubling, emulation""")
+    assert_expected_inline(
+        message("typo"), """backend 'typo' is unknown; registered: fp8, triton, doubling, emulation"""
+    )
     assert_expected_inline(
         message("doubling"),
         """\
@@ -267,7 +269,7 @@ def test_every_registered_backend_serves_a_tiny_layer(format: str) -> None:
 
 def test_emulation_on_an_accelerator_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     registry._log_emulation.cache_clear()
-    registry._select.cache_clear()
+    registry.preferences.cache_clear()
     with caplog.at_level(logging.DEBUG, logger="mxquant"):
         for k in (64, 96, 128):
             select(problem(device=torch.device("cuda"), capability=(7, 5), in_features=k))
@@ -278,7 +280,7 @@ def test_emulation_on_an_accelerator_is_logged_once(caplog: pytest.LogCaptureFix
 
 
 def test_emulation_on_a_cpu_is_not_worth_a_line(caplog: pytest.LogCaptureFixture) -> None:
-    registry._select.cache_clear()
+    registry.preferences.cache_clear()
     with caplog.at_level(logging.DEBUG, logger="mxquant"):
         select(problem())
         select(problem(device=torch.device("meta")))

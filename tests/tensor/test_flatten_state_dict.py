@@ -60,6 +60,7 @@ def test_metadata_is_versioned_json() -> None:
         json.dumps(document, indent=1, sort_keys=True),
         """\
 {
+ "aliases": {},
  "tensors": {
   "v": {
    "activation": "mxfp8_e4m3",
@@ -148,8 +149,18 @@ def test_neither_direction_changes_its_arguments() -> None:
 
 def test_tied_weights_stay_tied() -> None:
     weight = quantize(torch.randn(4, 64), "mxfp4")
-    tensors, _ = flatten_state_dict({"a": weight, "b": weight})
-    assert tensors["a.qdata"].data_ptr() == tensors["b.qdata"].data_ptr()
+    tensors, metadata = flatten_state_dict({"a": weight, "b": weight})
+    assert tensors.keys() == {"a.qdata", "a.scale"}
+    assert json.loads(metadata["mxquant"])["aliases"] == {"b": "a"}
+    back = unflatten_state_dict(tensors, metadata)
+    assert back["b"] is back["a"]
+
+
+def test_a_tied_name_that_the_tensors_contradict_is_refused() -> None:
+    weight = quantize(torch.randn(4, 64), "mxfp4")
+    tensors, metadata = flatten_state_dict({"a": weight, "b": weight})
+    with pytest.raises(ValueError, match="'b' stands for 'a'"):
+        unflatten_state_dict({**tensors, "b": torch.zeros(1)}, metadata)
 
 
 # What unflatten refuses

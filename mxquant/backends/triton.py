@@ -1,0 +1,57 @@
+"""Any pair of formats on a GPU: the weight is expanded to bf16 once a call, and an ordinary matmul follows.
+
+Operands are exact in bf16, and products are summed in fp32. Quantizing and expanding are one Triton kernel each. For
+many rows this costs a few percent over a bf16 weight; for few rows it is bound by writing the workspace.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mxquant.backends.base import Backend, Operand, Problem
+from mxquant.formats.spec import get_format
+from mxquant.kernels import has_triton
+
+
+class Triton(Backend):
+    """Expand to bf16, then cuBLAS or rocBLAS."""
+
+    name: ClassVar[str] = "triton"
+
+    def reject(self, problem: Problem) -> str | None:
+        if problem.device.type != "cuda" or problem.capability is None:
+            return f"needs a CUDA or ROCm GPU that is here, this is {problem.device.type}"
+        if torch.version.hip is None and problem.capability < (8, 0):
+            return "needs compute capability 8.0 (bf16), this is {}.{}".format(*problem.capability)
+        if not has_triton():
+            return "needs the package triton, which is not installed"
+        if problem.dtype == torch.bfloat16 or (problem.dtype == torch.float16 and problem.activation is not None):
+            return None
+        kind = str(problem.dtype).removeprefix("torch.")
+        return f"multiplies in bfloat16, which {kind} inputs that are not quantized do not fit exactly"
+
+    def matmul(self, x: Tensor, weight: Operand, bias: Tensor | None, problem: Problem) -> Tensor:
+        # Imported here: they import triton, which is not everywhere.
+        from mxquant.kernels.expand import dequantize
+        from mxquant.kernels.fakequant import quantize_dequantize
+
+        fmt = get_format(problem.weight)
+        factors = [] if weight.per_tensor_scale is None else [weight.per_tensor_scale]
+        if problem.activation is not None:
+            activation = get_format(problem.activation, activation=True)
+            static = weight.activation_scale
+            x, outer = quantize_dequantize(x, activation, problem.activation_scale_mode, static, torch.bfloat16)
+            factors += [] if outer is None else [outer]
+        length, offset = problem.in_features, problem.block_offset
+        w = dequantize(weight.qdata, weight.scale, fmt, length, block_offset=offset, dtype=torch.bfloat16)
+        w = w if problem.contraction == "blocked" else w.t()
+        if not factors and problem.dtype == torch.bfloat16:
+            return F.linear(x, w, None if bias is None else bias.to(torch.bfloat16))
+        y = torch.mm(x, w.t(), out_dtype=torch.float32)
+        for factor in factors:
+            y.mul_(factor)
+        return (y if bias is None else y.add_(bias)).to(problem.dtype)

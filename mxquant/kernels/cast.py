@@ -1,0 +1,260 @@
+"""Quantize to packed codes and block scales in one pass over the data, on a GPU.
+
+Twin: `quantize_blocks` of `mxquant.formats.block`, equal byte by byte.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from mxquant.formats.convert import to_fp32
+from mxquant.formats.scale import nvfp4_per_tensor_scale
+from mxquant.formats.spec import Format, resolve_scale_mode
+from mxquant.kernels.triton_numerics import (
+    divide_blocks,
+    e4m3_from_amax,
+    e4m3_to_float,
+    e8m0_from_amax,
+    e8m0_reciprocal,
+    element_constants,
+    encode,
+    fp32_bits,
+    saturates,
+)
+
+
+class Tile(NamedTuple):
+    """What one program works on, and with how many warps."""
+
+    rows: int
+    columns: int
+    warps: int
+
+
+# Elements of a tile of four warps: many for few instructions an element, fewer where they would leave cores idle.
+_LARGE, _SMALL = 4096, 1024
+_TILES_WANTED = 1024
+# Where neighbours in memory are rows, a tile is square enough to load and to store whole sectors.
+_ACROSS_ROWS = Tile(64, 128, 8)
+
+
+def quantize_blocks(
+    x: Tensor,
+    fmt: Format,
+    scale_mode: str | None = None,
+    *,
+    per_tensor_scale: Tensor | None = None,
+    canonical_zero: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Quantize `x` [..., K] along its last axis; arguments and results are those of the twin.
+
+    `x` may have any strides: to quantize along another axis, move it last and make no copy.
+    """
+    assert fmt.block_size is not None
+    mode = resolve_scale_mode(fmt, scale_mode)
+    if x.dtype == torch.float64:
+        x = to_fp32(x)
+    lead, length = x.shape[:-1], x.shape[-1]
+    if fmt.per_tensor:
+        if per_tensor_scale is None:
+            per_tensor_scale = nvfp4_per_tensor_scale(x)
+        per_tensor_scale = per_tensor_scale.to(torch.float32)
+        if per_tensor_scale.numel() > 1:
+            per_tensor_scale = per_tensor_scale.expand(*lead, 1).reshape(-1)
+    rows = x.reshape(math.prod(lead), length)
+    qdata = torch.empty(*lead, fmt.packed_size(length), dtype=torch.uint8, device=x.device)
+    scale = torch.empty(*lead, fmt.num_blocks(length), dtype=torch.uint8, device=x.device)
+    if x.numel():
+        _launch(rows, qdata, scale, fmt, mode, per_tensor_scale, canonical_zero)
+    return qdata, scale
+
+
+def _launch(
+    x: Tensor,
+    qdata: Tensor,
+    scale: Tensor,
+    fmt: Format,
+    mode: str | None,
+    per_tensor_scale: Tensor | None,
+    canonical_zero: bool,
+) -> None:
+    """Quantize `x` [rows, K] into the contiguous `qdata` and `scale`."""
+    assert fmt.block_size is not None
+    rows, length = x.shape
+    per_row = per_tensor_scale is not None and per_tensor_scale.numel() > 1
+    if x.is_contiguous() and length % fmt.block_size == 0 and not per_row:
+        # Blocks do not see where rows end, so all rows are one.
+        rows, length = 1, x.numel()
+    strides = (length, 1) if rows == 1 and x.is_contiguous() else x.stride()
+    pitch = fmt.packed_size(length)
+    if fmt.element.bits == 6 and pitch % 2 == 0:
+        qdata, pitch = qdata.view(torch.int16), pitch // 2
+    tile = _tile(rows, length, strides, fmt.block_size)
+    tiles_per_row = triton.cdiv(length, tile.columns)
+    with torch.cuda.device_of(x):
+        _quantize_kernel[(triton.cdiv(rows, tile.rows) * tiles_per_row,)](
+            x,
+            qdata,
+            scale,
+            per_tensor_scale,
+            rows,
+            length,
+            tiles_per_row,
+            *strides,
+            pitch,
+            fmt.num_blocks(length),
+            int(per_row),
+            **element_constants(fmt.element),
+            MODE=None if fmt.per_tensor else mode,
+            SATURATE=saturates(fmt, mode),
+            CANONICAL_ZERO=canonical_zero,
+            BLOCK=fmt.block_size,
+            ROWS=tile.rows,
+            COLUMNS=tile.columns,
+            num_warps=tile.warps,
+        )
+
+
+def _tile(rows: int, length: int, strides: tuple[int, ...], block: int) -> Tile:
+    blocks = triton.next_power_of_2(triton.cdiv(length, block)) * block
+    if strides[0] == 1 and rows > 1:
+        columns = min(blocks, _ACROSS_ROWS.columns)
+        return Tile(_ACROSS_ROWS.rows, columns, _ACROSS_ROWS.warps)
+    elements = _LARGE if rows * length >= _LARGE * _TILES_WANTED else _SMALL
+    columns = min(blocks, elements)
+    return Tile(min(triton.next_power_of_2(rows), elements // columns), columns, 4)
+
+
+@triton.jit(do_not_specialize=["rows", "tiles_per_row"])
+def _quantize_kernel(
+    x_ptr: tl.tensor,
+    qdata_ptr: tl.tensor,
+    scale_ptr: tl.tensor,
+    per_tensor_ptr: tl.tensor,
+    rows: tl.tensor,
+    length: tl.tensor,
+    tiles_per_row: tl.tensor,
+    row_stride: tl.tensor,
+    column_stride: tl.tensor,
+    qdata_stride: tl.tensor,
+    scale_stride: tl.tensor,
+    per_tensor_stride: tl.tensor,
+    EXPONENT_BITS: tl.constexpr,
+    MANTISSA_BITS: tl.constexpr,
+    MAX_CODE: tl.constexpr,
+    MODE: tl.constexpr,
+    SATURATE: tl.constexpr,
+    CANONICAL_ZERO: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+) -> None:
+    """One tile of whole blocks. MODE None: NVFP4."""
+    BLOCKS: tl.constexpr = COLUMNS // BLOCK
+    tile = tl.program_id(0)
+    row = (tile // tiles_per_row).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    first = (tile % tiles_per_row).to(tl.int64) * COLUMNS
+    column = tl.arange(0, COLUMNS)[None, :]
+    inside = (row < rows) & (column < length - first)
+    offset = row * row_stride + column.to(tl.int64) * column_stride
+    x = tl.load(x_ptr + first * column_stride + offset, mask=inside, other=0.0)
+
+    bits = tl.reshape(fp32_bits(x), [ROWS, BLOCKS, BLOCK])
+    magnitude = bits & 0x7FFFFFFF
+    amax = tl.max(magnitude, 2)
+    if MODE is None:
+        per_tensor_scale = tl.load(per_tensor_ptr + row * per_tensor_stride, mask=row < rows, other=1.0)
+        byte = e4m3_from_amax(amax, per_tensor_scale)
+        divisor = e4m3_to_float(byte) * per_tensor_scale
+        scaled = divide_blocks(magnitude.to(tl.float32, bitcast=True), divisor, per_tensor_scale)
+        codes = encode(scaled, EXPONENT_BITS, MANTISSA_BITS, MAX_CODE, SATURATE, True)
+    else:
+        byte = e8m0_from_amax(amax, EXPONENT_BITS, MANTISSA_BITS, MAX_CODE, MODE)
+        scaled = magnitude.to(tl.float32, bitcast=True) * e8m0_reciprocal(byte)[:, :, None]
+        WIDE: tl.constexpr = x.dtype == tl.float32
+        codes = encode(scaled, EXPONENT_BITS, MANTISSA_BITS, MAX_CODE, SATURATE, WIDE)
+
+    block = tl.arange(0, BLOCKS)[None, :]
+    first_block = first // BLOCK
+    keep = (row < rows) & (block < scale_stride - first_block)
+    tl.store(scale_ptr + row * scale_stride + first_block + block, byte.to(tl.uint8), mask=keep)
+
+    BITS: tl.constexpr = 1 + EXPONENT_BITS + MANTISSA_BITS
+    SIGN: tl.constexpr = 1 << (BITS - 1)
+    sign = bits >> (32 - BITS)
+    if CANONICAL_ZERO:
+        sign = tl.where((codes & (SIGN - 1)) == 0, 0, sign)
+    codes = (sign & SIGN) | (codes & ~SIGN)
+    _store_codes(codes, byte == 255, qdata_ptr, row, rows, first, qdata_stride, BITS, ROWS, COLUMNS, BLOCKS)
+
+
+@triton.jit
+def _store_codes(
+    codes: tl.tensor,
+    is_nan: tl.tensor,
+    qdata_ptr: tl.tensor,
+    row: tl.tensor,
+    rows: tl.tensor,
+    first: tl.tensor,
+    qdata_stride: tl.tensor,
+    BITS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+) -> None:
+    """Pack and store the codes [ROWS, BLOCKS, BLOCK] of columns from `first` on; zeros in blocks that are NaN.
+
+    What stands above a code's own bits is cut off only here, where that costs least.
+    """
+    WIDTH: tl.constexpr = qdata_ptr.dtype.element_ty.primitive_bitwidth
+    base = qdata_ptr + row * qdata_stride + first * BITS // WIDTH
+    left = qdata_stride - first * BITS // WIDTH
+    if BITS == 6:
+        _store_sixes(codes, is_nan, base, left, row < rows, ROWS, COLUMNS, BLOCKS)
+    else:
+        BYTES: tl.constexpr = COLUMNS * BITS // 8
+        packed = codes
+        if BITS == 4:
+            low, high = tl.split(tl.reshape(codes, [ROWS, BLOCKS, BYTES // BLOCKS, 2]))
+            packed = (low & 0xF) | (high << 4)
+        packed = tl.reshape(tl.where(is_nan[:, :, None], 0, packed), [ROWS, BYTES])
+        byte = tl.arange(0, BYTES)[None, :]
+        tl.store(base + byte, packed.to(tl.uint8), mask=(row < rows) & (byte < left))
+
+
+@triton.jit
+def _store_sixes(
+    codes: tl.tensor,
+    is_nan: tl.tensor,
+    base: tl.tensor,
+    left: tl.tensor,
+    keep_row: tl.tensor,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+) -> None:
+    """Six-bit codes: eight make three 16-bit words where rows are whole words, else four make three bytes."""
+    GROUPS: tl.constexpr = COLUMNS // 4
+    even, odd = tl.split(tl.reshape(codes, [ROWS, BLOCKS, GROUPS // BLOCKS, 2, 2]))
+    c0, c2 = tl.split(even)
+    c1, c3 = tl.split(odd)
+    packed = (c0 & 0x3F) | ((c1 & 0x3F) << 6) | ((c2 & 0x3F) << 12) | ((c3 & 0x3F) << 18)
+    packed = tl.where(is_nan[:, :, None], 0, packed)
+    if base.dtype.element_ty == tl.int16:
+        low, high = tl.split(tl.reshape(packed, [ROWS, GROUPS // 2, 2]))
+        word = 3 * tl.arange(0, GROUPS // 2)[None, :]
+        tl.store(base + word, low.to(tl.int16), mask=keep_row & (word < left))
+        tl.store(base + word + 1, (low >> 16 | high << 8).to(tl.int16), mask=keep_row & (word + 1 < left))
+        tl.store(base + word + 2, (high >> 8).to(tl.int16), mask=keep_row & (word + 2 < left))
+    else:
+        packed = tl.reshape(packed, [ROWS, GROUPS])
+        byte = 3 * tl.arange(0, GROUPS)[None, :]
+        tl.store(base + byte, packed.to(tl.uint8), mask=keep_row & (byte < left))
+        tl.store(base + byte + 1, (packed >> 8).to(tl.uint8), mask=keep_row & (byte < left))
+        tl.store(base + byte + 2, (packed >> 16).to(tl.uint8), mask=keep_row & (byte < left))
