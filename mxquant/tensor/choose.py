@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import torch
 
@@ -29,7 +30,8 @@ def describe(
     *_, n, k = (int(size) for size in physical_shape(weight))
     metadata = weight.metadata
     blocked = contraction == "blocked"
-    device = weight.device if device is None else device
+    here = weight.qdata.device
+    device = here if device is None else device
     return Problem(
         weight=metadata.format,
         activation=metadata.activation if blocked else None,
@@ -40,12 +42,18 @@ def describe(
         block_offset=int(metadata.block_offset),
         dtype=metadata.dtype if dtype is None else dtype,
         device=device,
-        capability=torch.cuda.get_device_capability(device)
-        if device.type == "cuda" and torch.cuda.is_available()
-        else None,
+        capability=_capability(device),
         contraction=contraction,
-        layout=metadata.layout if device == weight.device else ANY_LAYOUT,
+        layout=metadata.layout if device == here else ANY_LAYOUT,
     )
+
+
+@functools.cache
+def _capability(device: torch.device) -> tuple[int, int] | None:
+    """Of a CUDA device that is here, else None. Asking costs more than the rest of a description."""
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return None
+    return torch.cuda.get_device_capability(device)
 
 
 def requested_backend(weight: MXTensor) -> str:

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mxquant.backends.base import Operand
+from mxquant.backends.base import Backend, Operand, Problem
 from mxquant.backends.registry import get_backend, select
 from mxquant.tensor.choose import describe, in_layout_of, requested_backend
 from mxquant.tensor.construct import dequantize, is_traced
@@ -49,7 +49,8 @@ def product(
         return product(x, view(weight, (1, weight.shape[0])), -1, bias).squeeze(-1)
     _check(x, weight, contracted, bias, offsets)
     contraction = "blocked" if weight.axis == contracted else "unblocked"
-    backend = select(describe(weight, x.dtype, contraction=contraction), requested_backend(weight))
+    problem = describe(weight, x.dtype, contraction=contraction)
+    backend = select(problem, requested_backend(weight))
     prepared = in_layout_of(backend, weight)
     if prepared is None:
         raise ValueError(
@@ -57,7 +58,7 @@ def product(
         )
     weight = prepared
     if not is_traced(x, weight.qdata):
-        return _run(x, weight, bias, offsets, contraction, backend.name)
+        return _run(x, weight, bias, offsets, problem, backend)
     text, shape = weight.metadata.to_json(), physical_shape(weight)
     result: Tensor = torch.ops.mxquant.matmul(x, *weight.operand, bias, offsets, text, shape, contraction, backend.name)
     return result
@@ -99,12 +100,10 @@ def _check(x: Tensor, weight: MXTensor, contracted: int, bias: Tensor | None, of
 
 
 def _run(
-    x: Tensor, weight: MXTensor, bias: Tensor | None, offsets: Tensor | None, contraction: str, backend_name: str
+    x: Tensor, weight: MXTensor, bias: Tensor | None, offsets: Tensor | None, problem: Problem, backend: Backend
 ) -> Tensor:
     """The product on real tensors; `weight` is in the layout of the backend."""
-    backend = get_backend(backend_name)
-    problem = describe(weight, x.dtype, contraction=contraction)
-    width = problem.out_features if contraction == "blocked" else problem.in_features
+    width = problem.out_features if problem.contraction == "blocked" else problem.in_features
     if weight.dim() == 2:
         rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
         return backend.matmul(rows, _one_scale(weight.operand), bias, problem).view(*x.shape[:-1], width)
@@ -165,7 +164,8 @@ def _matmul_op(
     parsed, _ = metadata_from_json(metadata)
     operand = Operand(qdata, scale, per_tensor_scale, activation_scale)
     weight = MXTensor(operand, parsed, logical_shape(physical, parsed.axis))
-    return _run(x, weight, bias, offsets, contraction, backend)
+    problem = describe(weight, x.dtype, contraction=contraction)
+    return _run(x, weight, bias, offsets, problem, get_backend(backend))
 
 
 @_matmul_op.register_fake
