@@ -40,6 +40,8 @@ class QuantizedWeight:
     bits_per_weight: float
     sqnr_db: float | None
     """Signal to quantization noise, 20 log10(|w| / |w - q|) with the original weight w; None if that was not given."""
+    tied: tuple[str, ...] = ()
+    """Its other names, where it is one weight under several."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,7 @@ class SkippedWeight:
     reason: str
     shape: tuple[int, ...]
     nbytes: int
+    tied: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -86,7 +89,7 @@ class Summary:
             headers = ["quantized", "kind", "format", "W/A", "backend", "shape", "bits", "bytes"]
             yield headers + ["SQNR dB"] * has_sqnr, [_cells(row) for row in self.quantized]
         if self.skipped:
-            rows = [[row.name, row.reason, _sizes(row.shape), f"{row.nbytes:,}"] for row in self.skipped]
+            rows = [[_names(row), row.reason, _sizes(row.shape), f"{row.nbytes:,}"] for row in self.skipped]
             yield ["not quantized", "reason", "shape", "bytes"], rows
 
     def _totals(self) -> str:
@@ -133,9 +136,10 @@ def summarize(
             sqnr = None if originals is None else _sqnr_db(parameter, _original_of(parameter, holders, originals))
             quantized.append(_quantized_row(parameter, holders, backend_of(parameter), sqnr))
         elif parameter.ndim >= 2:
-            name, module = holders[0]
+            (name, module), *others = holders
             reason = getattr(module, SKIP_REASON, "not quantized")
-            skipped.append(SkippedWeight(name, reason, tuple(parameter.shape), parameter.nbytes))
+            tied = tuple(other for other, _ in others)
+            skipped.append(SkippedWeight(name, reason, tuple(parameter.shape), parameter.nbytes, tied))
     return Summary(quantized, skipped, num_parameters, nbytes, nbytes_before)
 
 
@@ -153,12 +157,17 @@ def _holders(model: nn.Module) -> list[tuple[Tensor, list[tuple[str, nn.Module]]
 def _quantized_row(
     weight: MXTensor, holders: list[tuple[str, nn.Module]], backend: str, sqnr_db: float | None
 ) -> QuantizedWeight:
-    name, module = holders[0]
+    (name, module), *others = holders
     kinds = ((nn.Linear, "linear"), (nn.Embedding, "embedding"), (nn.Module, type(module).__name__))
     kind = next(kind for base, kind in kinds if any(isinstance(holder, base) for _, holder in holders))
     bits = 8 * weight.nbytes / weight.numel()
     wa, shape = precision(weight.metadata), tuple(weight.shape)
-    return QuantizedWeight(name, kind, weight.format, wa, backend, shape, weight.nbytes, bits, sqnr_db)
+    tied = tuple(other for other, _ in others)
+    return QuantizedWeight(name, kind, weight.format, wa, backend, shape, weight.nbytes, bits, sqnr_db, tied)
+
+
+def _names(row: QuantizedWeight | SkippedWeight) -> str:
+    return " = ".join((row.name, *row.tied))
 
 
 def _tensors_by_name(original: nn.Module | Mapping[str, Tensor] | None) -> Mapping[str, Tensor] | None:
@@ -198,7 +207,7 @@ def _sqnr_db(weight: MXTensor, original: Tensor) -> float:
 
 
 def _cells(row: QuantizedWeight) -> list[str]:
-    cells = [row.name, row.kind, row.format, row.precision, row.backend, _sizes(row.shape)]
+    cells = [_names(row), row.kind, row.format, row.precision, row.backend, _sizes(row.shape)]
     cells += [f"{row.bits_per_weight:.2f}", f"{row.nbytes:,}"]
     return cells if row.sqnr_db is None else [*cells, f"{row.sqnr_db:.2f}"]
 

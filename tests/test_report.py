@@ -49,11 +49,11 @@ def test_as_text() -> None:
 | up.weight            | linear | mxfp4      | W4A4  | emulation | 128 x 32 | 4.25 | 2,176 |
 | down.weight          | linear | mxfp6_e2m3 | W6A16 | emulation | 32 x 128 | 6.25 | 3,200 |
 
-| not quantized       | reason                                                                | shape       |  bytes |
-|---------------------|-----------------------------------------------------------------------|-------------|--------|
-| embed.weight        | embedding                                                             | 64 x 32     |  8,192 |
-| attn.in_proj_weight | a parameter of MultiheadAttention, neither nn.Linear nor nn.Embedding | 96 x 32     | 12,288 |
-| experts.w1          | the config says None for 'moe'                                        | 2 x 32 x 64 | 16,384 |
+| not quantized                 | reason                                                                | shape       |  bytes |
+|-------------------------------|-----------------------------------------------------------------------|-------------|--------|
+| embed.weight = lm_head.weight | embedding                                                             | 64 x 32     |  8,192 |
+| attn.in_proj_weight           | a parameter of MultiheadAttention, neither nn.Linear nor nn.Embedding | 96 x 32     | 12,288 |
+| experts.w1                    | the config says None for 'moe'                                        | 2 x 32 x 64 | 16,384 |
 
 18,720 parameters, 5.14 bits a quantized weight; 74,880 bytes before, 43,936 now""",
     )
@@ -201,7 +201,8 @@ def test_tied_weights_are_counted_once() -> None:
     quantize_(model, {"lm_head": "mxfp8"})
     result = summary(model, Tied())
     (row,) = result.quantized
-    assert (row.name, row.kind) == ("embed.weight", "linear")
+    assert (row.name, row.tied, row.kind) == ("embed.weight", ("lm_head.weight",), "linear")
+    assert "| embed.weight = lm_head.weight | linear" in str(result)
     assert result.num_parameters == sum(parameter.numel() for parameter in model.parameters())
 
 
