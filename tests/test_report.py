@@ -55,7 +55,7 @@ def test_as_text() -> None:
 | attn.in_proj_weight           | a parameter of MultiheadAttention, neither nn.Linear nor nn.Embedding | 96 x 32     | 12,288 |
 | experts.w1                    | the config says None for 'moe'                                        | 2 x 32 x 64 | 16,384 |
 
-18,720 parameters, 5.14 bits a quantized weight; 74,880 bytes before, 43,936 now""",
+18,720 parameters, 5.14 bits a quantized weight; 74,880 bytes before, 43,936 now""",  # noqa: E501
     )
 
 

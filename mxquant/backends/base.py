@@ -71,8 +71,9 @@ class Layout(abc.ABC):
     """A backend's own arrangement of a weight's bytes: of equal size, and invertible, so that nothing is held twice.
 
     Codes and scales stay in two tensors, and the leading axes of a stack of matrices stay in front, so that a matrix
-    can be picked out. What is saved, sliced or sharded is always the canonical form. A weight that is made by
-    `quantize_`, or moved, is packed once; another (a slice, a loaded tensor) at every call.
+    can be picked out. What is saved, sliced or sharded is always the canonical form. `quantize_`, `copy_` and
+    `.to(device)` prepare a weight. One that is not prepared (a slice, a tensor put in place of a parameter) goes to a
+    backend that reads canonical bytes; only where the backend was named it is packed, at every call.
     """
 
     name: ClassVar[str]

@@ -8,7 +8,7 @@ import functools
 import torch
 
 from mxquant.backends.base import ANY_LAYOUT, CANONICAL, Backend, Problem
-from mxquant.backends.registry import candidates, preferences
+from mxquant.backends.registry import get_backend, preferences
 from mxquant.tensor.mxtensor import EmulatedMXTensor, MXTensor, block_format, physical_shape
 
 
@@ -85,7 +85,7 @@ def as_moved_weight(tensor: MXTensor, backend: str) -> MXTensor:
     """`as_weight` after a change of device: a requested backend that cannot serve there is kept, and says why when
     used.
     """
-    if backend != "auto" and tensor.dim() >= 2 and dict(candidates(describe(tensor))).get(backend) is not None:
+    if backend != "auto" and tensor.dim() >= 2 and get_backend(backend).reject(describe(tensor)) is not None:
         return _as_class(MXTensor, tensor, backend)
     return as_weight(tensor, backend)
 
