@@ -193,7 +193,8 @@ def _check_backend(name: str, weight: Tensor, config: _MXConfig, device: torch.d
 
 def replace_weight(target: Target, device: torch.device | None = None) -> None:
     """Quantize one checked weight, wherever it is registered; with `device`, the biases beside it move there too."""
-    quantized = quantize_parameter(target.parameter, target.config, device)
+    multiplies = any(site.kind != "embedding" for site in target.sites)
+    quantized = quantize_parameter(target.parameter, target.config, device, weight_only=not multiplies)
     for site in target.sites:
         site.module.register_parameter(site.attribute, quantized)
         site.module.__dict__.pop(SKIP_REASON, None)

@@ -134,6 +134,17 @@ def test_a_named_embedding_looks_up_quantized_rows() -> None:
     assert torch.equal(model.embed(ids), model.embed.weight.dequantize()[ids])
 
 
+def test_a_lookup_quantizes_no_activation_and_says_so() -> None:
+    """W8A16, whatever the config says of activations; tied to a linear, the weight multiplies and keeps the rule."""
+    model = nn.Sequential(nn.Embedding(40, 32), nn.Linear(32, 40, bias=False))
+    quantize_(model, {"0": "mxfp8"})
+    assert [row.precision for row in mxquant.summary(model).quantized] == ["W8A16"]
+    model = nn.Sequential(nn.Embedding(40, 32), nn.Linear(32, 40, bias=False))
+    model[1].weight = model[0].weight
+    quantize_(model, {"0": "mxfp8"})
+    assert [row.precision for row in mxquant.summary(model).quantized] == ["W8A8"]
+
+
 def test_attributes_of_parameters_are_kept() -> None:
     model = mlp()
     model[0].weight.weight_loader = "loader"

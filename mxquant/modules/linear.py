@@ -26,7 +26,11 @@ class WeightConfig(Protocol):
 
 
 def quantize_parameter(
-    parameter: nn.Parameter, config: WeightConfig, device: torch.device | str | None = None
+    parameter: nn.Parameter,
+    config: WeightConfig,
+    device: torch.device | str | None = None,
+    *,
+    weight_only: bool = False,
 ) -> nn.Parameter:
     """A frozen parameter with the quantized weight, blocked along its last axis, with the Python attributes of the
     old one.
@@ -34,13 +38,15 @@ def quantize_parameter(
     Args:
         parameter: [N, K], floating.
         device: quantize there and leave the result there; None: where the parameter is.
+        weight_only: nothing is multiplied with it (an embedding), so that no activation is quantized.
 
     Raises:
         ValueError: NaN or Inf in the weight, or the named backend is unknown or cannot compute the config there.
     """
     source = parameter.detach() if device is None else parameter.detach().to(device)
     quantized = quantize(source, config.format, scale_mode=config.scale_mode, nonfinite="raise")
-    quantized = quantized.with_activation(config.activation_format, config.activation_scale_mode)
+    if not weight_only:
+        quantized = quantized.with_activation(config.activation_format, config.activation_scale_mode)
     return _replace(parameter, as_weight(quantized, config.backend), requires_grad=False)
 
 
