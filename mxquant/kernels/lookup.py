@@ -23,7 +23,6 @@ from mxquant.formats.spec import ElementFormat, Format
 # Integer or complex types whose item is as wide as a table entry: one gather then moves all the values of a word.
 _ENTRY_DTYPES = {4: torch.int32, 8: torch.int64, 16: torch.complex128}
 
-
 # Elements decoded at a time on a CPU: what lies between the packed bytes and the values then stays in the L2 cache.
 _PIECE = 1 << 19
 

@@ -41,7 +41,7 @@ def quantize_dequantize(
         dtype: of the values, bf16, fp32 or fp64.
 
     Returns:
-        values, [M, K] in `dtype`; and the fp32 factor [M, 1] or 0-dim that completes them (NVFP4 and FP8 rows), or
+        values, [M, K] in `dtype`; and the fp32 factor [M, 1] that completes them (NVFP4 and FP8 rows), or
         None (MX).
     """
     outer = None if fmt.scale_format == "e8m0" else torch.empty(x.shape[0], 1, dtype=torch.float32, device=x.device)
