@@ -31,6 +31,7 @@ W4A4: mxfp4 input [7, 40] times mxfp4 weight [64, 40] on cpu; requested backend:
 | backend   | verdict                                            |
 |-----------|----------------------------------------------------|
 | fp8       | needs an NVIDIA GPU, this is cpu                   |
+| fp16      | needs an NVIDIA GPU, this is cpu                   |
 | triton    | needs a CUDA or ROCm GPU that is here, this is cpu |
 | picky     | weight-only                                        |
 | emulation | chosen                                             |""",

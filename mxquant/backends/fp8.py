@@ -14,21 +14,10 @@ import torch
 from torch import Tensor
 
 from mxquant.backends.base import Backend, Layout, Operand, Problem
-from mxquant.formats.spec import Format
-from mxquant.kernels import has_triton
-from mxquant.kernels.tiles import COLUMNS, ROWS, pack_tiles, unpack_tiles
+from mxquant.backends.tiles import Tiles, reject_device, reject_shape
 
-
-class Tiles(Layout):
-    """`mxquant.kernels.tiles`, for MXFP4."""
-
-    name: ClassVar[str] = "mxfp4_tiles"
-
-    def pack(self, qdata: Tensor, scale: Tensor, fmt: Format) -> tuple[Tensor, Tensor] | None:
-        return pack_tiles(qdata, scale)
-
-    def unpack(self, qdata: Tensor, scale: Tensor, fmt: Format, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-        return unpack_tiles(qdata, scale, *shape[-2:])
+# Up to so many rows decoding in registers, once for every 128 of them, is faster than a workspace.
+_FEW = 512
 
 
 class FP8(Backend):
@@ -38,27 +27,16 @@ class FP8(Backend):
     layout: ClassVar[Layout | None] = Tiles()
 
     def reject(self, problem: Problem) -> str | None:
-        if problem.capability is None:
-            return f"needs an NVIDIA GPU, this is {problem.device.type}"
-        if problem.capability != (9, 0):
-            return "needs compute capability 9.0 (Hopper), this is {}.{}".format(*problem.capability)
-        if not has_triton():
-            return "needs the package triton, which is not installed"
+        if reason := reject_device(problem):
+            return reason
         if problem.weight != "mxfp4" or problem.activation != "mxfp4" or problem.contraction != "blocked":
             return "multiplies MXFP4 by MXFP4 only, along the blocked axis"
-        if problem.dtype != torch.bfloat16:
-            return f"gives bfloat16 only, not the accuracy of {str(problem.dtype).removeprefix('torch.')}"
-        if problem.out_features % ROWS or problem.in_features % COLUMNS or problem.block_offset:
-            return f"needs out_features a multiple of {ROWS}, in_features of {COLUMNS}, and whole blocks"
-        return None
+        return reject_shape(problem)
 
     def matmul(self, x: Tensor, weight: Operand, bias: Tensor | None, problem: Problem) -> Tensor:
-        # Imported here: it imports triton, which is not everywhere.
-        from mxquant.kernels.w4a4 import MOST_ROWS
-
         x = x if x.stride(-1) == 1 else x.contiguous()
         with torch.cuda.device_of(x):
-            return (_multiply_few if x.shape[0] <= MOST_ROWS else _multiply_many)(x, weight, bias, problem)
+            return (_multiply_few if x.shape[0] <= _FEW else _multiply_many)(x, weight, bias, problem)
 
 
 def _scale_mode(problem: Problem) -> str:
@@ -67,8 +45,9 @@ def _scale_mode(problem: Problem) -> str:
 
 
 def _multiply_few(x: Tensor, weight: Operand, bias: Tensor | None, problem: Problem) -> Tensor:
+    # Imported here, as below: they import triton, which is not everywhere.
     from mxquant.kernels.fold import fold_activation
-    from mxquant.kernels.w4a4 import multiply_few
+    from mxquant.kernels.tiled_matmul import multiply_few
 
     mode = _scale_mode(problem)
     folded = fold_activation(x, mode, permute=True)
@@ -77,11 +56,11 @@ def _multiply_few(x: Tensor, weight: Operand, bias: Tensor | None, problem: Prob
 
 def _multiply_many(x: Tensor, weight: Operand, bias: Tensor | None, problem: Problem) -> Tensor:
     from mxquant.kernels.fold import fold_activation
-    from mxquant.kernels.w4a4 import expand, repair
+    from mxquant.kernels.tiled_expand import expand_e4m3, repair
 
     mode = _scale_mode(problem)
     values, factors, unfit = fold_activation(x, mode, permute=False)
-    w_values, w_factors = expand(weight.qdata, weight.scale, problem.out_features, problem.in_features)
+    w_values, w_factors = expand_e4m3(weight.qdata, weight.scale, problem.out_features, problem.in_features)
     y = torch._scaled_mm(
         values,
         w_values.t(),

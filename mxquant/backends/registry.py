@@ -9,10 +9,11 @@ from typing import TypeVar
 from mxquant.backends.base import ANY_LAYOUT, CANONICAL, Backend, Problem
 from mxquant.backends.emulation import Emulation
 from mxquant.backends.fp8 import FP8
+from mxquant.backends.fp16 import FP16
 from mxquant.backends.triton import Triton
 
 _logger = logging.getLogger("mxquant")
-_backends: dict[str, Backend] = {backend.name: backend for backend in (FP8(), Triton(), Emulation())}
+_backends: dict[str, Backend] = {backend.name: backend for backend in (FP8(), FP16(), Triton(), Emulation())}
 _B = TypeVar("_B", bound=type[Backend])
 
 

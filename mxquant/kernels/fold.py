@@ -1,11 +1,16 @@
-"""Activations quantized to MXFP4 and folded into FP8 in one pass: exact values relative to one power of two a row.
+"""Activations folded, in one pass, into values that are exact relative to one power of two a row.
 
-E2M1 x 2^s is exact in E5M2 for 29 consecutive exponents s, and in E4M3 for 15. So a row of MXFP4 blocks becomes a row
-of E5M2 values and one scale wherever the exponents of its blocks span at most 28; all-zero blocks do not count. Rows
-that span more are marked, never clamped silently: `w4a4` recomputes them.
+MXFP4 activations are quantized and folded into FP8: E2M1 x 2^s is exact in E5M2 for 29 consecutive exponents s, and in
+E4M3 for 15. So a row of MXFP4 blocks becomes a row of E5M2 values and one scale wherever the exponents of its blocks
+span at most 28; all-zero blocks do not count. Rows that span more are marked, never clamped silently: the matmul
+recomputes them.
 
-For `w4a4.multiply_few` the columns are permuted within each 128, as its registers hold the weight: position
-32j + 16h + 4t + b holds column 32t + 8j + 4h + b. A product does not change when both sides are permuted alike.
+bf16 activations are folded into FP16: rows whose largest magnitude is brought below 2^15, where values down to 2^-32
+of it keep all their bits. Rows with smaller ones are marked likewise.
+
+For `tiled_matmul` the columns are permuted within each 128, as its registers hold the weight: in FP8, position
+32j + 16h + 4t + b holds column 32t + 8j + 4h + b; in FP16, position 32q + 16o + 8h + 2t + e holds column
+32t + 8q + 4o + 2e + h. A product does not change when both sides are permuted alike.
 """
 
 from __future__ import annotations
@@ -14,6 +19,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents
 
 from mxquant.formats.block import dequantize_blocks, quantize_blocks
 from mxquant.formats.spec import FORMATS
@@ -22,6 +28,8 @@ from mxquant.kernels.triton_numerics import e8m0_from_amax, e8m0_reciprocal, fp3
 _MXFP4 = FORMATS["mxfp4"]
 # Of the row's largest block exponent in E5M2: 6 x 2^13 <= 57344.
 TOP, SPAN = 13, 28
+# Triton's interpreter, for tests without a GPU, has no kernels that overlap.
+INTERPRETED: bool = triton.knobs.runtime.interpret
 # Rows up to this long stay in the registers of one program; longer ones are read twice.
 _LONGEST_IN_REGISTERS = 16384
 
@@ -32,7 +40,7 @@ def fold_activation(x: Tensor, scale_mode: str, *, permute: bool) -> tuple[Tenso
     Args:
         x: bf16 or fp16 [M, K], K a multiple of 128, last axis contiguous.
         scale_mode: of MXFP4.
-        permute: permute the columns for `w4a4.multiply_few`.
+        permute: permute the columns for `tiled_matmul`.
 
     Returns:
         values, float8_e5m2 [M, K]; row scales, fp32 [M, 1]; marks of rows that do not fit (span, Inf or NaN), int32
@@ -48,7 +56,8 @@ def fold_activation(x: Tensor, scale_mode: str, *, permute: bool) -> tuple[Tenso
         block_k = 4096
     _fold_activation_kernel[(m,)](
         x, values, row_scale, unfit, k, x.stride(0), MODE=scale_mode, PERMUTE=permute,
-        BLOCK_K=block_k, IN_REGISTERS=in_registers, TOP=TOP, SPAN=SPAN, num_warps=max(1, min(16, block_k // 512)),
+        BLOCK_K=block_k, IN_REGISTERS=in_registers, TOP=TOP, SPAN=SPAN, COMPILED=not INTERPRETED,
+        num_warps=max(1, min(16, block_k // 512)),
     )  # fmt: skip
     return values, row_scale, unfit
 
@@ -70,6 +79,39 @@ def fold_activation_torch(x: Tensor, scale_mode: str, *, permute: bool) -> tuple
         values = bits.view(torch.float8_e5m2)
     row_scale = torch.exp2((highest - TOP - 127).double()).float()
     return values, row_scale, unfit.squeeze(1).int()
+
+
+def fold_bfloat16(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Fold rows that are not quantized, columns permuted for `tiled_matmul`.
+
+    Args:
+        x: bf16 [M, K], K a multiple of 128, last axis contiguous.
+
+    Returns:
+        values, float16 [M, K]; row scales, fp32 [M, 1]; marks of rows that do not fit, int32 [M].
+    """
+    m, k = x.shape
+    values = torch.empty(m, k, dtype=torch.float16, device=x.device)
+    row_scale = torch.empty(m, 1, dtype=torch.float32, device=x.device)
+    unfit = torch.empty(m, dtype=torch.int32, device=x.device)
+    block_k = min(triton.next_power_of_2(k), _LONGEST_IN_REGISTERS)
+    _fold_bfloat16_kernel[(m,)](
+        x, values, row_scale, unfit, k, x.stride(0), BLOCK_K=block_k, COMPILED=not INTERPRETED,
+        num_warps=max(1, min(16, block_k // 512)),
+    )  # fmt: skip
+    return values, row_scale, unfit
+
+
+def fold_bfloat16_torch(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The twin of `fold_bfloat16`; rows that do not fit hold whatever the casts give."""
+    m, k = x.shape
+    value = x.double()
+    largest = (x.view(torch.int16).int() & 0x7FFF).amax(1, keepdim=True) >> 7
+    exponent = (largest - 14).clamp(1, 253) - 127
+    values = (value * torch.exp2(-exponent.double())).to(torch.float16)
+    unfit = (values.double() * torch.exp2(exponent.double()) != value).any(1)
+    values = values.view(m, k // 128, 4, 4, 2, 2, 2).permute(0, 1, 3, 4, 6, 2, 5).reshape(m, k)
+    return values, torch.exp2(exponent.float()), unfit.int()
 
 
 @triton.jit
@@ -139,7 +181,10 @@ def _fold_activation_kernel(
     IN_REGISTERS: tl.constexpr,
     TOP: tl.constexpr,
     SPAN: tl.constexpr,
+    COMPILED: tl.constexpr,
 ) -> None:
+    if COMPILED:
+        gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     x += row * x_stride
     values += row * K
@@ -156,3 +201,51 @@ def _fold_activation_kernel(
             _store_folded(values, exponent, rounded, highest, start, K, PERMUTE, TOP, BLOCK_K)
     tl.store(row_scale + row, row_factor(highest, TOP))
     tl.store(unfit + row, ((highest - lowest > SPAN) | (highest == 255)).to(tl.int32))
+
+
+@triton.jit
+def _fold_bfloat16_kernel(
+    x: tl.tensor,
+    values: tl.tensor,
+    row_scale: tl.tensor,
+    unfit: tl.tensor,
+    K: tl.tensor,
+    x_stride: tl.tensor,
+    BLOCK_K: tl.constexpr,
+    COMPILED: tl.constexpr,
+) -> None:
+    if COMPILED:
+        gdc_launch_dependents()
+    row = tl.program_id(0).to(tl.int64)
+    x += row * x_stride
+    values += row * K
+    column = tl.arange(0, BLOCK_K)
+    # The last part is read first, and stays in registers where the row is one part.
+    last = (K - 1) // BLOCK_K * BLOCK_K
+    value = fp32_bits(tl.load(x + last + column, mask=last + column < K, other=0.0))
+    largest = tl.max(value & 0x7FFFFFFF, 0)
+    for start in range(0, last, BLOCK_K):
+        largest = tl.maximum(largest, tl.max(fp32_bits(tl.load(x + start + column)) & 0x7FFFFFFF, 0))
+    exponent = tl.minimum(tl.maximum((largest >> 23) - 14, 1), 253) - 127
+    missed = _store_folded_bfloat16(values + last, value, exponent, K - last, BLOCK_K)
+    for start in range(0, last, BLOCK_K):
+        part = fp32_bits(tl.load(x + start + column))
+        missed = tl.maximum(missed, _store_folded_bfloat16(values + start, part, exponent, K - start, BLOCK_K))
+    tl.store(row_scale + row, power_of_two(exponent))
+    tl.store(unfit + row, missed)
+
+
+@triton.jit
+def _store_folded_bfloat16(
+    values: tl.tensor, bits: tl.tensor, exponent: tl.tensor, length: tl.tensor, BLOCK_K: tl.constexpr
+) -> tl.tensor:
+    """Store up to `length` fp32 `bits` times 2^-exponent as permuted FP16; 1 if one of them changed, else 0."""
+    value = bits.to(tl.float32, bitcast=True)
+    scaled = value * power_of_two(-exponent)
+    folded = scaled.to(tl.float16)
+    # A scaled value below fp32's range comes out as 0 too. NaN differs from itself.
+    changed = (folded.to(tl.float32) != scaled) | ((folded == 0) & (value != 0))
+    permuted = tl.permute(tl.reshape(folded, (BLOCK_K // 128, 4, 4, 2, 2, 2)), (0, 2, 3, 5, 1, 4))  # chunk q o h t e
+    column = tl.arange(0, BLOCK_K)
+    tl.store(values + column, tl.reshape(permuted, (BLOCK_K,)), mask=column < length)
+    return tl.max(changed.to(tl.int32), 0)

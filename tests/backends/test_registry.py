@@ -175,7 +175,7 @@ def message(requested: str, **changes: object) -> str:
 def test_an_explicit_backend_is_used_or_an_error_says_why_not() -> None:
     register_backend(Doubling)
     assert_expected_inline(
-        message("typo"), """backend 'typo' is unknown; registered: fp8, triton, doubling, emulation"""
+        message("typo"), """backend 'typo' is unknown; registered: fp8, fp16, triton, doubling, emulation"""
     )
     assert_expected_inline(
         message("doubling"),

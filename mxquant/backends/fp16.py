@@ -1,0 +1,76 @@
+"""MXFP4 weights and bf16 activations on FP16 tensor cores, with exact operands; and the product across the blocks.
+
+The weight is kept in tiles (`mxquant.kernels.tiles`), as for the `fp8` backend. For few rows the activations are
+folded into FP16 relative to one power of two a row, and the weight is decoded in registers: E2M1 times a power of two
+near the row's largest is exact in FP16. Rows of activations of too wide a range are recomputed exactly from what they
+were. For many rows the weight is expanded to bf16, some rows at a time, for an ordinary matmul.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from mxquant.backends.base import Backend, Layout, Operand, Problem
+from mxquant.backends.tiles import Tiles, reject_device, reject_shape
+from mxquant.kernels.tiles import ROWS
+
+# Up to so many rows decoding in registers is faster than a workspace.
+_FEW = 384
+# Elements to expand at a time: 128 MiB.
+_WORKSPACE = 1 << 26
+
+
+class FP16(Backend):
+    """Exact W4A16 by FP16 or bf16 matmul."""
+
+    name: ClassVar[str] = "fp16"
+    layout: ClassVar[Layout | None] = Tiles()
+
+    def reject(self, problem: Problem) -> str | None:
+        if reason := reject_device(problem):
+            return reason
+        if problem.weight != "mxfp4" or problem.activation is not None:
+            return "multiplies MXFP4 weights by bfloat16 only"
+        return reject_shape(problem)
+
+    def matmul(self, x: Tensor, weight: Operand, bias: Tensor | None, problem: Problem) -> Tensor:
+        x = x if x.stride(-1) == 1 else x.contiguous()
+        with torch.cuda.device_of(x):
+            if problem.contraction == "unblocked":
+                return _multiply_unblocked(x, weight, bias, problem)
+            return (_multiply_few if x.shape[0] <= _FEW else _multiply_many)(x, weight, bias, problem)
+
+
+def _multiply_few(x: Tensor, weight: Operand, bias: Tensor | None, problem: Problem) -> Tensor:
+    # Imported here, as below: they import triton, which is not everywhere.
+    from mxquant.kernels.fold import fold_bfloat16
+    from mxquant.kernels.tiled_matmul import multiply_few
+
+    folded = fold_bfloat16(x)
+    return multiply_few(folded, x, weight.qdata, weight.scale, bias, problem.out_features, None, problem.dtype)
+
+
+def _multiply_many(x: Tensor, weight: Operand, bias: Tensor | None, problem: Problem) -> Tensor:
+    from mxquant.kernels.tiled_expand import expand_bfloat16
+
+    n, k = problem.out_features, problem.in_features
+    y = torch.empty(x.shape[0], n, dtype=torch.bfloat16, device=x.device)
+    step = max(1, _WORKSPACE // (k * ROWS))
+    for tile in range(0, n // ROWS, step):
+        tiles, rows = slice(tile, tile + step), slice(tile * ROWS, (tile + step) * ROWS)
+        w = expand_bfloat16(weight.qdata[tiles], weight.scale[tiles], k)
+        if bias is None:
+            torch.mm(x, w.t(), out=y[:, rows])
+        else:
+            torch.addmm(bias[rows].to(torch.bfloat16), x, w.t(), out=y[:, rows])
+    return y
+
+
+def _multiply_unblocked(x: Tensor, weight: Operand, bias: Tensor | None, problem: Problem) -> Tensor:
+    from mxquant.kernels.tiled_expand import expand_bfloat16
+
+    w = expand_bfloat16(weight.qdata, weight.scale, problem.in_features)
+    return x @ w if bias is None else torch.addmm(bias.to(torch.bfloat16), x, w)

@@ -1,0 +1,57 @@
+"""Tiled weights expanded to a workspace, and the rows of activations that are recomputed from them."""
+
+import pytest
+import torch
+
+from kernels.folded_rows import MXFP4, activations, decoded
+from mxquant.formats import dequantize_blocks, quantize_blocks
+from mxquant.kernels.fold import fold_activation
+from mxquant.kernels.tiled_expand import expand_bfloat16, expand_e4m3, repair
+from mxquant.kernels.tiles import pack_tiles
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+
+def weights() -> torch.Tensor:
+    w = torch.randn(128, 512) * torch.exp2(torch.randint(-7, 7, (128, 16)).float()).repeat_interleave(32, 1)
+    w[:5, 32:64] = 0
+    w[9] = 0
+    w[70] *= 2.0**-110
+    return w
+
+
+def test_repaired_rows_are_exact_and_others_untouched(device: torch.device) -> None:
+    """All rows of a tile of 32 that holds an unfit row are recomputed; another tile keeps what it has."""
+    w, bias = weights(), torch.randn(128)
+    packed = pack_tiles(*quantize_blocks(w, MXFP4))
+    assert packed is not None
+    x = torch.cat([activations(device, 512), torch.randn(40, 512).bfloat16().to(device)])
+    unfit = fold_activation(x, "even", permute=False)[2]
+    y = torch.full((49, 128), 7.0, device=device)
+    repair(y, x, *(t.to(device) for t in packed), bias.to(device), unfit, "even")
+    expected = decoded(x) @ decoded(w).mT + bias
+    magnitude = decoded(x).abs() @ decoded(w).abs().mT + bias.abs()
+    # 16 exact block sums, each scaled and added in fp32, and the bias.
+    bound = 24 * 2.0**-24 * magnitude + 1e-30
+    finite = torch.ones(49, dtype=torch.bool).index_fill(0, torch.tensor([5, 6]), False)
+    close = (y.cpu().double() - expected).abs() <= bound
+    assert close[:32][finite[:32]].all()
+    assert y[5:7].isnan().all()
+    assert (y[32:] == 7).all()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="inline PTX needs a GPU")
+def test_weights_expanded_to_fp8_are_exact(device: torch.device) -> None:
+    w = weights()
+    packed = pack_tiles(*quantize_blocks(w, MXFP4))
+    assert packed is not None
+    values, scales = expand_e4m3(*(t.to(device) for t in packed), 128, 512)
+    assert torch.equal(values.cpu().double() * scales.cpu().double(), decoded(w))
+
+
+def test_weights_expanded_to_bfloat16_are_the_dequantized_ones(device: torch.device) -> None:
+    codes = quantize_blocks(weights(), MXFP4)
+    packed = pack_tiles(*codes)
+    assert packed is not None
+    values = expand_bfloat16(*(t.to(device) for t in packed), 512)
+    assert torch.equal(values.cpu(), dequantize_blocks(*codes, MXFP4, 512, dtype=torch.bfloat16))
