@@ -1,113 +1,171 @@
-"""How fast is a quantized linear on a GPU, against bf16 nn.Linear in the same run?
+"""How fast is a quantized linear on a GPU, against bf16 nn.Linear and other projects' kernels in the same run?
 
     python benchmarks/gpu_linear.py
+    python benchmarks/gpu_linear.py --shapes 28672x8192 --rows 1 16 2048 --peers humming-kernels triton_kernels
 
 Each version is captured in a CUDA graph that runs over enough copies of its weight to leave nothing in the L2 cache,
-and replayed; activations are quantized inside. Medians of the replays, and ratios to bf16. Also the host's time for one
-eager call, and the quantizer against a copy. Needs a GPU.
+and replayed; activations are quantized inside. Medians of the replays, ratios to bf16, and the error of one output.
+At one row also the host's time for an eager call; then the quantizer against a copy. A peer that is not installed, or
+fails, is recorded with the reason. Needs a GPU.
 """
 
 import argparse
-import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
+from gpu_goals import check_goals
+from gpu_quantizer import measure_quantizer
+from gpu_timing import copies, graph_microseconds, host_microseconds
+from peers import PACKAGES, PEERS, Linear, Version, described
 from record import Record
-from torch import nn
+from torch import Tensor, nn
 
 from mxquant import MXFP4Config, explain, quantize, quantize_
 
-SHAPES = ((28672, 8192), (8192, 8192), (4096, 14336), (14336, 4096), (4096, 4096))
-ROWS = (1, 16, 32, 64, 128, 256, 512, 2048, 8192)
-CONFIGS = {"W4A4": MXFP4Config(), "W4A16": MXFP4Config(activation=None)}
-# What one capture reads at least, several times the L2 cache of any GPU so far.
-BYTES = 400 << 20
+SHAPES = ("28672x8192", "8192x8192", "4096x14336", "14336x4096", "4096x4096")
+ROWS = (1, 16, 32, 64, 128, 256, 512, 1024, 2048, 8192)
+DEVICE = "cuda"
 
 
-def microseconds(run: Callable[[], object], runs: int, replays: int = 20) -> float:
-    """Median time of one of the `runs` calls that `run` makes, from replays of a CUDA graph."""
-    run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    graph.replay()
-    times = []
-    for _ in range(replays):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(end) * 1e3 / runs)
-    return statistics.median(times)
+def plain(w: Tensor) -> nn.Linear:
+    layer = nn.Linear(w.shape[1], w.shape[0], bias=False, device="meta")
+    layer.weight = nn.Parameter(w.clone(), requires_grad=False)
+    return layer
 
 
-def host_microseconds(layer: nn.Module, x: torch.Tensor, calls: int = 300) -> float:
-    """What one eager call costs before the GPU has done anything."""
-    for _ in range(20):
-        layer(x)
-    torch.cuda.synchronize()
-    start = time.perf_counter()
-    for _ in range(calls):
-        layer(x)
-    elapsed = time.perf_counter() - start
-    torch.cuda.synchronize()
-    return elapsed / calls * 1e6
+def w4a4(w: Tensor) -> nn.Linear:
+    layer = plain(w)
+    quantize_(layer, MXFP4Config())
+    return layer
 
 
-def copies_of(shape: tuple[int, int], bytes_a_weight: float, config: MXFP4Config | None) -> list[nn.Linear]:
-    n, k = shape
-    layers = []
-    for _ in range(max(1, round(BYTES / (n * k * bytes_a_weight)))):
-        layer = nn.Linear(k, n, bias=False, device="cuda", dtype=torch.bfloat16).requires_grad_(False)
-        if config is not None:
-            quantize_(layer, config)
-        layers.append(layer)
-    return layers
+def w4a16(w: Tensor) -> nn.Linear:
+    layer = plain(w)
+    quantize_(layer, MXFP4Config(activation=None))
+    return layer
 
 
-def measure(shape: tuple[int, int], rows: Sequence[int], record: Record) -> None:
-    versions = {"bf16": copies_of(shape, 2, None)}
-    versions |= {name: copies_of(shape, 17 / 32, config) for name, config in CONFIGS.items()}
+BF16 = Version("bf16", "torch", plain)
+OWN = (BF16, Version("W4A4", "mxquant", w4a4, activation_scale_mode="even"), Version("W4A16", "mxquant", w4a16))
+
+
+class Contest:
+    """The versions at one shape, each with copies of one weight, built when it is first called."""
+
+    def __init__(self, shape: tuple[int, int], preparing: dict[str, float]) -> None:
+        self.w = torch.randn(shape, device=DEVICE, dtype=torch.bfloat16) * shape[1] ** -0.5
+        self.on_grid = quantize(self.w, "mxfp4").dequantize()
+        self.layers: dict[str, list[Linear]] = {}
+        self.preparing = preparing
+
+    def measure(self, version: Version, x: Tensor) -> dict[str, Any]:
+        y = self.prepare(version, x)
+        layers = self.layers[version.name]
+        row: dict[str, Any] = {"backend": backend_of(version, layers[0])}
+        row["us"] = round(graph_microseconds(lambda: [layer(x) for layer in layers], len(layers)), 2)
+        row["error"] = float(f"{self.error(version, x, y):.2g}")
+        if x.shape[0] == 1:
+            row["host_us"] = round(host_microseconds(lambda: layers[0](x)), 1)
+        return row
+
+    def prepare(self, version: Version, x: Tensor) -> Tensor:
+        """The output of a first call, for which a version may compile and tune; its time is counted."""
+        start = time.perf_counter()
+        try:
+            if version.name not in self.layers:
+                count = copies(self.w.numel() * (2 if version is BF16 else 17 / 32))
+                self.layers[version.name] = [version.build(self.w) for _ in range(count)]
+            y = self.layers[version.name][0](x)
+            torch.cuda.synchronize()
+        finally:
+            self.preparing[version.name] += time.perf_counter() - start
+        return y
+
+    def error(self, version: Version, x: Tensor, y: Tensor) -> float:
+        """Relative to the float32 product of the weight that it stands for and the activations that it takes."""
+        mode = version.activation_scale_mode
+        taken = x if mode is None else quantize(x, "mxfp4", scale_mode=mode).dequantize()
+        exact = taken.float() @ (self.w if version is BF16 else self.on_grid).float().mT
+        return ((y.reshape(exact.shape).float() - exact).norm() / exact.norm()).item()
+
+
+def backend_of(version: Version, layer: Linear) -> str | None:
+    if version is BF16:
+        return "cuBLAS"
+    return explain(layer).chosen if version in OWN else version.package
+
+
+def measure(
+    shape: str, rows: Iterable[int], versions: Sequence[Version], preparing: dict[str, float], patience: float
+) -> Iterator[dict[str, Any]]:
+    """A result for each number of rows and version; `preparing` counts the seconds that versions took to get ready."""
+    contest = Contest(size_of(shape), preparing)
     for m in rows:
-        x = torch.randn(m, shape[1], device="cuda", dtype=torch.bfloat16)
-        times = {}
-        for name, layers in versions.items():
-            times[name] = microseconds(lambda layers=layers, x=x: [layer(x) for layer in layers], len(layers))
-        for name, taken in times.items():
-            backend = "cuBLAS" if name == "bf16" else explain(versions[name][0]).chosen
-            row = {"shape": f"{shape[0]}x{shape[1]}", "rows": m, "version": name, "backend": backend}
-            record.results.append({**row, "us": round(taken, 2), "times_bf16": round(times["bf16"] / taken, 3)})
-        line = "  ".join(f"{name} {taken:8.1f} us ({times['bf16'] / taken:4.2f}x)" for name, taken in times.items())
-        print(f"{shape[0]:5}x{shape[1]:<5} M={m:<5} {line}", flush=True)
-    x = torch.randn(1, shape[1], device="cuda", dtype=torch.bfloat16)
-    hosts = {name: round(host_microseconds(layers[0], x), 1) for name, layers in versions.items()}
-    print(f"{shape[0]:5}x{shape[1]:<5} host, one eager call, us: {hosts}", flush=True)
-    record.results.append({"shape": f"{shape[0]}x{shape[1]}", "host_us": hosts})
+        x = torch.randn(m, contest.w.shape[1], device=DEVICE, dtype=torch.bfloat16)
+        bf16 = 0.0
+        for version in versions:
+            row: dict[str, Any] = {"shape": shape, "rows": m, "version": version.name}
+            if version not in OWN and preparing[version.name] > patience:
+                yield row | {"failed": f"not run: compiling and tuning took more than {patience:g} s (--patience)"}
+                continue
+            try:
+                row |= contest.measure(version, x)
+            except Exception as error:
+                if version in OWN:
+                    raise
+                yield row | {"failed": described(error)}
+                continue
+            bf16 = row["us"] if version is BF16 else bf16
+            yield row | {"times_bf16": round(bf16 / row["us"], 3)}
 
 
-def measure_quantizer(record: Record) -> None:
-    x = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
-    target = torch.empty_like(x)
-    copied = 2 * x.nbytes / microseconds(lambda: target.copy_(x), 1)
-    for name in ("mxfp4", "mxfp6_e2m3", "mxfp8_e4m3"):
-        result = quantize(x, name)
-        rate = (x.nbytes + result.nbytes) / microseconds(lambda name=name: quantize(x, name), 1)
-        print(f"quantize 8192x8192 to {name}: {rate / 1e6:.2f} TB/s, {rate / copied:.0%} of a copy's")
-        record.results.append({"quantize": name, "tb_s": round(rate / 1e6, 3), "of_copy": round(rate / copied, 3)})
+def present(packages: Sequence[str], record: Record) -> list[Version]:
+    """The peers to measure; a line of the record for each other."""
+    found = []
+    for peer in PEERS:
+        reason = peer.why_absent() if peer.package in packages else "not asked for (--peers)"
+        if reason is None:
+            found.append(peer)
+        else:
+            record.results.append({"version": peer.name, "absent": reason})
+            print(f"{peer.name}: {reason}", flush=True)
+    return found
+
+
+def size_of(shape: str) -> tuple[int, int]:
+    n, k = map(int, shape.split("x"))
+    return n, k
 
 
 @torch.no_grad()
+@torch._dynamo.config.patch(recompile_limit=len(SHAPES) * len(ROWS))  # torchao's, for each shape and number of rows
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shapes", nargs="+", default=SHAPES, help="out features x in features, as in 4096x14336")
     parser.add_argument("--rows", type=int, nargs="+", default=ROWS)
+    parser.add_argument("--peers", nargs="*", choices=PACKAGES, default=PACKAGES, help="default: all that are there")
+    parser.add_argument(
+        "--patience", type=float, default=60, help="seconds of compiling and tuning after which a peer is left out"
+    )
     arguments = parser.parse_args(argv)
-    record = Record("gpu_linear", "time of a quantized linear on a GPU, bf16 inputs", "medians of CUDA graph replays")
-    for shape in SHAPES:
-        measure(shape, arguments.rows, record)
-    measure_quantizer(record)
+    method = "medians of CUDA graph replays; error: relative to the float32 product, in Frobenius norm"
+    record = Record("gpu_linear", "time of a quantized linear on a GPU, bf16 inputs", method, PACKAGES)
+    versions = [*OWN, *present(arguments.peers, record)]
+    preparing: defaultdict[str, float] = defaultdict(float)
+    for shape in arguments.shapes:
+        for row in measure(shape, arguments.rows, versions, preparing, arguments.patience):
+            record.results.append(row)
+            outcome = row.get("failed") or f"{row['us']:9.1f} us  {row['times_bf16']:5.2f}x  error {row['error']:.1e}"
+            print(f"{shape:>11} M={row['rows']:<5} {row['version']:22} {outcome}", flush=True)
+        record.write()
+    for row in measure_quantizer(DEVICE):
+        record.results.append(row)
+        print(row, flush=True)
+    print("seconds of building, compiling and tuning:", {name: round(s) for name, s in preparing.items()})
+    check_goals(record)
     record.save()
 
 

@@ -9,6 +9,7 @@ import os
 import platform
 import subprocess
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
@@ -44,9 +45,9 @@ def machine() -> dict[str, Any]:
     }
 
 
-def versions() -> dict[str, str]:
+def versions(others: Iterable[str] = ()) -> dict[str, str]:
     found = {"python": platform.python_version()}
-    for package in ("torch", "triton", "torchao", "transformers", "mxquant"):
+    for package in ("torch", "triton", "torchao", "transformers", "mxquant", *others):
         try:
             found[package] = version(package)
         except PackageNotFoundError:
@@ -76,8 +77,12 @@ class Record:
     name: str
     question: str
     method: str
+    packages: tuple[str, ...] = ()
+    """Distributions whose versions are recorded too."""
     results: list[dict[str, Any]] = field(default_factory=list)
     goals: list[dict[str, Any]] = field(default_factory=list)
+    revision: str = field(default_factory=commit)
+    """Asked at the start: writing the results changes the tree."""
 
     def goal(self, what: str, measured: float, *, at_most: float | None = None, at_least: float | None = None) -> None:
         met = (at_most is None or measured <= at_most) and (at_least is None or measured >= at_least)
@@ -87,19 +92,23 @@ class Record:
     def save(self) -> None:
         for goal in self.goals:
             print(f"{'met   ' if goal['met'] else 'MISSED'}  {goal['what']}: {goal['measured']} (goal {goal['goal']})")
+        print(f"written: benchmarks/results/{self.write().name}")
+
+    def write(self) -> Path:
+        """The file of what was measured so far."""
         content = {
             "benchmark": self.name,
             "question": self.question,
             "method": self.method,
             "command": command(),
             "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            "commit": commit(),
+            "commit": self.revision,
             "machine": machine(),
-            "versions": versions(),
+            "versions": versions(self.packages),
             "goals": self.goals,
             "results": self.results,
         }
         path = FOLDER / "results" / f"{self.name}.json"
         path.parent.mkdir(exist_ok=True)
         path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-        print(f"written: benchmarks/results/{path.name}")
+        return path
