@@ -60,7 +60,7 @@ def _multiply_many(x: Tensor, weight: Operand, bias: Tensor | None, problem: Pro
 
     mode = _scale_mode(problem)
     values, factors, unfit = fold_activation(x, mode, permute=False)
-    w_values, w_factors = expand_e4m3(weight.qdata, weight.scale, problem.out_features, problem.in_features)
+    w_values, w_factors = expand_e4m3(weight.qdata, weight.scale, problem.in_features)
     y = torch._scaled_mm(
         values,
         w_values.t(),

@@ -10,7 +10,7 @@ from torch import Tensor
 from mxquant.backends.base import Layout, Problem
 from mxquant.formats.spec import Format
 from mxquant.kernels import has_triton
-from mxquant.kernels.tiles import COLUMNS, ROWS, pack_tiles, unpack_tiles
+from mxquant.kernels.tiles import BLOCK, LEAST_COLUMNS, ROWS, pack_tiles, unpack_tiles
 
 
 class Tiles(Layout):
@@ -40,6 +40,7 @@ def reject_shape(problem: Problem) -> str | None:
     """None for bf16 and for a weight of whole tiles."""
     if problem.dtype != torch.bfloat16:
         return f"gives bfloat16 only, not the accuracy of {str(problem.dtype).removeprefix('torch.')}"
-    if problem.out_features % ROWS or problem.in_features % COLUMNS or problem.block_offset:
-        return f"needs out_features a multiple of {ROWS}, in_features of {COLUMNS}, and whole blocks"
+    n, k = problem.out_features, problem.in_features
+    if n % ROWS or k % BLOCK or k < LEAST_COLUMNS or problem.block_offset:
+        return f"needs out_features a multiple of {ROWS}, in_features of {BLOCK} from {LEAST_COLUMNS} on, whole blocks"
     return None

@@ -16,6 +16,7 @@ For `tiled_matmul` the columns are permuted within each 128, as its registers ho
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -34,28 +35,33 @@ INTERPRETED: bool = triton.knobs.runtime.interpret
 _LONGEST_IN_REGISTERS = 16384
 
 
+def _padded(columns: int) -> int:
+    return triton.cdiv(columns, 128) * 128
+
+
 def fold_activation(x: Tensor, scale_mode: str, *, permute: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Quantize and fold rows.
 
     Args:
-        x: bf16 or fp16 [M, K], K a multiple of 128, last axis contiguous.
+        x: bf16 or fp16 [M, K], K a multiple of 32, last axis contiguous.
         scale_mode: of MXFP4.
-        permute: permute the columns for `tiled_matmul`.
+        permute: permute the columns for `tiled_matmul`, with zeros up to a multiple of 128.
 
     Returns:
-        values, float8_e5m2 [M, K]; row scales, fp32 [M, 1]; marks of rows that do not fit (span, Inf or NaN), int32
-        [M].
+        values, float8_e5m2 [M, K or wider]; row scales, fp32 [M, 1]; marks of rows that do not fit (span, Inf or NaN),
+        int32 [M].
     """
     m, k = x.shape
-    values = torch.empty(m, k, dtype=torch.float8_e5m2, device=x.device)
+    width = _padded(k) if permute else k
+    values = torch.empty(m, width, dtype=torch.float8_e5m2, device=x.device)
     row_scale = torch.empty(m, 1, dtype=torch.float32, device=x.device)
     unfit = torch.empty(m, dtype=torch.int32, device=x.device)
-    block_k = triton.next_power_of_2(k)
+    block_k = triton.next_power_of_2(width)
     in_registers = block_k <= _LONGEST_IN_REGISTERS
     if not in_registers:
         block_k = 4096
     _fold_activation_kernel[(m,)](
-        x, values, row_scale, unfit, k, x.stride(0), MODE=scale_mode, PERMUTE=permute,
+        x, values, row_scale, unfit, k, width, x.stride(0), MODE=scale_mode, PERMUTE=permute,
         BLOCK_K=block_k, IN_REGISTERS=in_registers, TOP=TOP, SPAN=SPAN, COMPILED=not INTERPRETED,
         num_warps=max(1, min(16, block_k // 512)),
     )  # fmt: skip
@@ -75,8 +81,8 @@ def fold_activation_torch(x: Tensor, scale_mode: str, *, permute: bool) -> tuple
     relative = torch.where(empty, 127, exponent - highest + TOP + 127).clamp(0, 254).to(torch.uint8)
     values = dequantize_blocks(qdata, relative, _MXFP4, k).to(torch.float8_e5m2)
     if permute:
-        bits = values.view(torch.uint8).view(m, k // 128, 4, 4, 2, 4).permute(0, 1, 3, 4, 2, 5).reshape(m, k)
-        values = bits.view(torch.float8_e5m2)
+        bits = F.pad(values.view(torch.uint8), (0, _padded(k) - k)).view(m, -1, 4, 4, 2, 4)
+        values = bits.permute(0, 1, 3, 4, 2, 5).reshape(m, -1).view(torch.float8_e5m2)
     row_scale = torch.exp2((highest - TOP - 127).double()).float()
     return values, row_scale, unfit.squeeze(1).int()
 
@@ -85,18 +91,20 @@ def fold_bfloat16(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Fold rows that are not quantized, columns permuted for `tiled_matmul`.
 
     Args:
-        x: bf16 [M, K], K a multiple of 128, last axis contiguous.
+        x: bf16 [M, K], last axis contiguous.
 
     Returns:
-        values, float16 [M, K]; row scales, fp32 [M, 1]; marks of rows that do not fit, int32 [M].
+        values, float16 [M, K], with zeros up to a multiple of 128; row scales, fp32 [M, 1]; marks of rows that do not
+        fit, int32 [M].
     """
     m, k = x.shape
-    values = torch.empty(m, k, dtype=torch.float16, device=x.device)
+    width = _padded(k)
+    values = torch.empty(m, width, dtype=torch.float16, device=x.device)
     row_scale = torch.empty(m, 1, dtype=torch.float32, device=x.device)
     unfit = torch.empty(m, dtype=torch.int32, device=x.device)
-    block_k = min(triton.next_power_of_2(k), _LONGEST_IN_REGISTERS)
+    block_k = min(triton.next_power_of_2(width), _LONGEST_IN_REGISTERS)
     _fold_bfloat16_kernel[(m,)](
-        x, values, row_scale, unfit, k, x.stride(0), BLOCK_K=block_k, COMPILED=not INTERPRETED,
+        x, values, row_scale, unfit, k, width, x.stride(0), BLOCK_K=block_k, COMPILED=not INTERPRETED,
         num_warps=max(1, min(16, block_k // 512)),
     )  # fmt: skip
     return values, row_scale, unfit
@@ -104,13 +112,13 @@ def fold_bfloat16(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 def fold_bfloat16_torch(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The twin of `fold_bfloat16`; rows that do not fit hold whatever the casts give."""
-    m, k = x.shape
     value = x.double()
     largest = (x.view(torch.int16).int() & 0x7FFF).amax(1, keepdim=True) >> 7
     exponent = (largest - 14).clamp(1, 253) - 127
     values = (value * torch.exp2(-exponent.double())).to(torch.float16)
     unfit = (values.double() * torch.exp2(exponent.double()) != value).any(1)
-    values = values.view(m, k // 128, 4, 4, 2, 2, 2).permute(0, 1, 3, 4, 6, 2, 5).reshape(m, k)
+    values = F.pad(values, (0, _padded(x.shape[1]) - x.shape[1])).view(x.shape[0], -1, 4, 4, 2, 2, 2)
+    values = values.permute(0, 1, 3, 4, 6, 2, 5).reshape(x.shape[0], -1)
     return values, torch.exp2(exponent.float()), unfit.int()
 
 
@@ -154,7 +162,7 @@ def _store_folded(
     rounded: tl.tensor,
     highest: tl.tensor,
     start: tl.tensor,
-    K: tl.tensor,
+    width: tl.tensor,
     PERMUTE: tl.constexpr,
     TOP: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -164,7 +172,7 @@ def _store_folded(
     if PERMUTE:
         folded = tl.permute(tl.reshape(folded, (BLOCK_K // 128, 4, 4, 2, 4)), (0, 2, 3, 1, 4))  # chunk t j h b
     column = start + tl.arange(0, BLOCK_K)
-    tl.store(values + column, tl.reshape(folded, (BLOCK_K,)), mask=column < K)
+    tl.store(values + column, tl.reshape(folded, (BLOCK_K,)), mask=column < width)
 
 
 @triton.jit
@@ -174,6 +182,7 @@ def _fold_activation_kernel(
     row_scale: tl.tensor,
     unfit: tl.tensor,
     K: tl.tensor,
+    width: tl.tensor,
     x_stride: tl.tensor,
     MODE: tl.constexpr,
     PERMUTE: tl.constexpr,
@@ -187,18 +196,18 @@ def _fold_activation_kernel(
         gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     x += row * x_stride
-    values += row * K
+    values += row * width
     exponent, rounded, highest, lowest = _quantize_part(x, 0, K, MODE, BLOCK_K)
     if IN_REGISTERS:
-        _store_folded(values, exponent, rounded, highest, 0, K, PERMUTE, TOP, BLOCK_K)
+        _store_folded(values, exponent, rounded, highest, 0, width, PERMUTE, TOP, BLOCK_K)
     else:
-        for start in range(BLOCK_K, K, BLOCK_K):
+        for start in range(BLOCK_K, width, BLOCK_K):
             exponent, rounded, high, low = _quantize_part(x, start, K, MODE, BLOCK_K)
             highest = tl.maximum(highest, high)
             lowest = tl.minimum(lowest, low)
-        for start in range(0, K, BLOCK_K):
+        for start in range(0, width, BLOCK_K):
             exponent, rounded, high, low = _quantize_part(x, start, K, MODE, BLOCK_K)
-            _store_folded(values, exponent, rounded, highest, start, K, PERMUTE, TOP, BLOCK_K)
+            _store_folded(values, exponent, rounded, highest, start, width, PERMUTE, TOP, BLOCK_K)
     tl.store(row_scale + row, row_factor(highest, TOP))
     tl.store(unfit + row, ((highest - lowest > SPAN) | (highest == 255)).to(tl.int32))
 
@@ -210,6 +219,7 @@ def _fold_bfloat16_kernel(
     row_scale: tl.tensor,
     unfit: tl.tensor,
     K: tl.tensor,
+    width: tl.tensor,
     x_stride: tl.tensor,
     BLOCK_K: tl.constexpr,
     COMPILED: tl.constexpr,
@@ -218,19 +228,19 @@ def _fold_bfloat16_kernel(
         gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     x += row * x_stride
-    values += row * K
+    values += row * width
     column = tl.arange(0, BLOCK_K)
     # The last part is read first, and stays in registers where the row is one part.
-    last = (K - 1) // BLOCK_K * BLOCK_K
+    last = (width - 1) // BLOCK_K * BLOCK_K
     value = fp32_bits(tl.load(x + last + column, mask=last + column < K, other=0.0))
     largest = tl.max(value & 0x7FFFFFFF, 0)
     for start in range(0, last, BLOCK_K):
         largest = tl.maximum(largest, tl.max(fp32_bits(tl.load(x + start + column)) & 0x7FFFFFFF, 0))
     exponent = tl.minimum(tl.maximum((largest >> 23) - 14, 1), 253) - 127
-    missed = _store_folded_bfloat16(values + last, value, exponent, K - last, BLOCK_K)
+    missed = _store_folded_bfloat16(values + last, value, exponent, width - last, BLOCK_K)
     for start in range(0, last, BLOCK_K):
         part = fp32_bits(tl.load(x + start + column))
-        missed = tl.maximum(missed, _store_folded_bfloat16(values + start, part, exponent, K - start, BLOCK_K))
+        missed = tl.maximum(missed, _store_folded_bfloat16(values + start, part, exponent, width - start, BLOCK_K))
     tl.store(row_scale + row, power_of_two(exponent))
     tl.store(unfit + row, missed)
 

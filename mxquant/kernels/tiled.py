@@ -64,11 +64,26 @@ def decode_halves(word: tl.tensor, low: tl.tensor, high: tl.tensor) -> tuple[tl.
 
 
 @triton.jit
+def word_address(n: tl.tensor, block: tl.tensor, K: tl.tensor) -> tl.tensor:
+    """Where the first of the four 32-bit words of weight row `n` and block `block` lies in the tiles of codes."""
+    row = n % 64
+    chunk = block // 4
+    blocks = tl.where(chunk == K // 128, K // 32 % 4, 4)  # of the chunk
+    thread = (row // 16 * 8 + row % 8) * blocks + block % 4
+    return n // 64 * (K * 8) + chunk * 1024 + row // 8 % 2 * (128 * blocks) + thread * 4
+
+
+@triton.jit
 def scale_address(n: tl.tensor, block: tl.tensor, K: tl.tensor) -> tl.tensor:
     """Where the byte of weight row `n` and block `block` lies in the tiles of scales."""
     row = n % 64
-    thread = row // 16 * 32 + row % 8 * 4 + block % 4
-    return (n // 64 * (K // 256) + block // 8) * 512 + thread * 4 + block // 4 % 2 * 2 + row // 8 % 2
+    chunk = block // 4
+    half = row // 8 % 2
+    blocks = tl.where(chunk == K // 128, K // 32 % 4, 4)
+    thread = (row // 16 * 8 + row % 8) * blocks + block % 4
+    paired = thread * 4 + chunk % 2 * 2 + half
+    within = tl.where(chunk < K // 256 * 2, paired, chunk % 2 * 256 + thread * 2 + half)
+    return n // 64 * (K * 2) + chunk // 2 * 512 + within
 
 
 @triton.jit
@@ -97,7 +112,7 @@ def exact_tile(
     m: tl.tensor,
     inside: tl.tensor,
     first_block: tl.tensor,
-    blocks: tl.tensor,
+    end_block: tl.tensor,
     K: tl.tensor,
     x_stride: tl.tensor,
     MODE: tl.constexpr,
@@ -109,16 +124,14 @@ def exact_tile(
     Args:
         MODE: scale mode of MXFP4 to quantize bf16 activations with; None: they are not quantized.
     """
-    row = n % 64
     code = tl.arange(0, 32)
     highest = highest_exponent(scale_bytes, n, K)
     total = tl.zeros((BN, BM), tl.float32)
-    for block in range(first_block, first_block + blocks):
+    for block in range(first_block, end_block):
         x_at = m[:, None].to(tl.int64) * x_stride + block * 32 + code[None, :]
         x_block = tl.load(x + x_at, mask=inside[:, None], other=0.0)
-        thread = row // 16 * 32 + row % 8 * 4 + block % 4
-        address = ((n // 64 * (K // 128) + block // 4) * 2 + row // 8 % 2) * 512 + thread * 4
-        w_codes = code_values(tl.load(words32 + address[:, None] + (code // 8)[None, :]), (code % 8)[None, :])
+        word = tl.load(words32 + word_address(n, block, K)[:, None] + (code // 8)[None, :])
+        w_codes = code_values(word, (code % 8)[None, :])
         relative = tl.load(scale_bytes + scale_address(n, block, K)).to(tl.int32) & 0x1F
         w_exponent = tl.maximum(relative - 27 + highest, 0)
         if MODE is None:

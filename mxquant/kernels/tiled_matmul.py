@@ -149,13 +149,38 @@ def _piece_pointers(
     # Two-dimensional pointers [piece, thread x 16 bytes] keep the copies to shared memory free of bank conflicts.
     piece = tl.arange(0, R)
     unit = tl.arange(0, 128 * UNITS)
-    word_ptr = words + (tile + piece[:, None] // (2 * CHUNKS)) * (K // 128 * 256 * UNITS)
+    word_ptr = words + (tile + piece[:, None] // (2 * CHUNKS)) * (K * 2 * UNITS)
     word_ptr += (first * CHUNKS * 2 + piece[:, None] % (2 * CHUNKS)) * (128 * UNITS) + unit[None, :]
     PAIRS: tl.constexpr = (CHUNKS + 1) // 2  # int32 of exponents, of 256 columns each
     quad = tl.arange(0, R // (2 * CHUNKS) * PAIRS)
-    scale_ptr = scales + (tile + quad[:, None] // PAIRS) * (K // 256 * 128)
+    scale_ptr = scales + (tile + quad[:, None] // PAIRS) * (K // 2)
     scale_ptr += (quad[:, None] % PAIRS) * 128 + tl.arange(0, 128)[None, :]
     return word_ptr, scale_ptr
+
+
+@triton.jit
+def _decode_rest(
+    words: tl.tensor,
+    scale_bytes: tl.tensor,
+    tile: tl.tensor,
+    chunk: tl.constexpr,
+    K: tl.constexpr,
+    TILES: tl.constexpr,
+    UNITS: tl.constexpr,
+) -> tl.tensor:
+    """`_decode_tile` of a chunk beyond the last 256 columns; zeros beyond K."""
+    BLOCKS: tl.constexpr = K // 32 - chunk * 4 if K // 32 - chunk * 4 < 4 else 4
+    piece = tl.arange(0, 2 * TILES)  # tile, half
+    tile_of = tile + piece[:, None] // 2
+    half = piece[:, None] % 2
+    unit = tl.arange(0, 128 * UNITS)[None, :]
+    address = half * (32 * BLOCKS) + unit // (4 * UNITS) * BLOCKS + unit // UNITS % 4
+    address = tile_of * (K * 2 * UNITS) + chunk * (256 * UNITS) + address * UNITS + unit % UNITS
+    packed = tl.load(words + address, mask=unit // UNITS % 4 < BLOCKS, other=0)
+    thread = tl.arange(0, 128)[None, :]
+    address = tile_of * (K * 2) + chunk * 256 + (thread // 4 * BLOCKS + thread % 4) * 2 + half
+    byte = tl.load(scale_bytes + address, mask=thread % 4 < BLOCKS, other=0)
+    return _decode_tile(packed, byte.to(tl.int32) & 0x1F, TILES, 1)
 
 
 @triton.jit
@@ -185,7 +210,9 @@ def _multiply_few_kernel(
     BN: tl.constexpr = 64 * TILES
     CHUNKS: tl.constexpr = BK // 128
     R: tl.constexpr = TILES * CHUNKS * 2  # 16-byte pieces of a thread: tile, chunk, half
-    STEPS: tl.constexpr = K // BK // SPLIT
+    WHOLE: tl.constexpr = K // 256 * 256
+    WIDTH: tl.constexpr = (K + 127) // 128 * 128  # of a folded row
+    STEPS: tl.constexpr = WHOLE // BK // SPLIT
     FP16: tl.constexpr = x.dtype.element_ty == tl.float16
     UNITS: tl.constexpr = 8 if FP16 else 16  # of a piece, as the decoder takes them
     source = words.to(tl.pointer_type(tl.uint16)) if FP16 else words
@@ -193,7 +220,7 @@ def _multiply_few_kernel(
     first = tl.program_id(1) * STEPS
     m = tl.program_id(2) * BM + tl.arange(0, BM)
     word_ptr, scale_ptr = _piece_pointers(source, scales, tile, first, K, R, CHUNKS, UNITS)
-    x_ptr = x + m[None, :].to(tl.int64) * K + first * BK + tl.arange(0, BK)[:, None]
+    x_ptr = x + m[None, :].to(tl.int64) * WIDTH + first * BK + tl.arange(0, BK)[:, None]
     inside = m < M
     total = tl.zeros((BN, BM), tl.float32)
     gdc_launch_dependents()
@@ -206,11 +233,18 @@ def _multiply_few_kernel(
         total += tl.dot(w, x_tile, max_num_imprecise_acc=PROMOTE)
         word_ptr += CHUNKS * 256 * UNITS
         x_ptr += BK
+    if WHOLE < K and tl.program_id(1) == SPLIT - 1:
+        for chunk in tl.static_range(WHOLE // 128, WIDTH // 128):
+            w = _decode_rest(source, scale_bytes, tile, chunk, K, TILES, UNITS)
+            column = chunk * 128 + tl.arange(0, 128)
+            x_tile = tl.load(x + m[None, :].to(tl.int64) * WIDTH + column[:, None], mask=inside[None, :], other=0.0)
+            total += tl.dot(w, x_tile, max_num_imprecise_acc=PROMOTE if PROMOTE > BK else 128)
     n = tile * 64 + tl.arange(0, BN)
     w_factor = row_factor(highest_exponent(scale_bytes, n, K), _TOP)
     total = total * w_factor[:, None] * tl.load(x_scale + m, mask=inside, other=0.0)[None, :]
+    end_block = tl.where(tl.program_id(1) == SPLIT - 1, K // 32, (first + STEPS) * (BK // 32))
     if tl.max(tl.load(unfit + m, mask=inside, other=0), 0) != 0:
-        total = exact_tile(x_before, words32, scale_bytes, n, m, inside, first * (BK // 32), STEPS * (BK // 32),
+        total = exact_tile(x_before, words32, scale_bytes, n, m, inside, first * (BK // 32), end_block,
                            K, x_stride, MODE, BN, BM)  # fmt: skip
     if HAS_BIAS:
         total += tl.load(bias + n).to(tl.float32)[:, None]

@@ -14,8 +14,9 @@ MODES = MXFP4.scale_modes
 
 @pytest.mark.parametrize("permute", [False, True])
 @pytest.mark.parametrize("mode", MODES)
-def test_folded_rows_are_those_of_the_twin(mode: str, permute: bool, device: torch.device) -> None:
-    x = activations(device)
+@pytest.mark.parametrize("columns", [384, 416])
+def test_folded_rows_are_those_of_the_twin(columns: int, mode: str, permute: bool, device: torch.device) -> None:
+    x = activations(device, columns)
     values, scales, unfit = fold_activation(x, mode, permute=permute)
     expected, expected_scales, expected_unfit = fold_activation_torch(x.cpu(), mode, permute=permute)
     assert unfit.tolist() == expected_unfit.tolist() == [0, 0, 0, 0, 1, 1, 1, 0, 0]
@@ -57,7 +58,7 @@ def rows_for_fp16(device: torch.device, columns: int) -> Tensor:
     return x.clamp(-(2.0**127), 2.0**127).where(x.isfinite(), x).bfloat16().to(device)
 
 
-@pytest.mark.parametrize("columns", [128, 384, 1024, 16384 + 256])
+@pytest.mark.parametrize("columns", [96, 128, 384, 1024, 16384 + 32])
 def test_rows_folded_into_fp16_are_those_of_the_twin(columns: int, device: torch.device) -> None:
     x = rows_for_fp16(device, columns)
     values, scales, unfit = fold_bfloat16(x)

@@ -20,12 +20,13 @@ def weights() -> torch.Tensor:
     return w
 
 
-def test_repaired_rows_are_exact_and_others_untouched(device: torch.device) -> None:
+@pytest.mark.parametrize("columns", [416, 512])
+def test_repaired_rows_are_exact_and_others_untouched(columns: int, device: torch.device) -> None:
     """All rows of a tile of 32 that holds an unfit row are recomputed; another tile keeps what it has."""
-    w, bias = weights(), torch.randn(128)
+    w, bias = weights()[:, :columns], torch.randn(128)
     packed = pack_tiles(*quantize_blocks(w, MXFP4))
     assert packed is not None
-    x = torch.cat([activations(device, 512), torch.randn(40, 512).bfloat16().to(device)])
+    x = torch.cat([activations(device, columns), torch.randn(40, columns).bfloat16().to(device)])
     unfit = fold_activation(x, "even", permute=False)[2]
     y = torch.full((49, 128), 7.0, device=device)
     repair(y, x, *(t.to(device) for t in packed), bias.to(device), unfit, "even")
@@ -40,18 +41,14 @@ def test_repaired_rows_are_exact_and_others_untouched(device: torch.device) -> N
     assert (y[32:] == 7).all()
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="inline PTX needs a GPU")
-def test_weights_expanded_to_fp8_are_exact(device: torch.device) -> None:
-    w = weights()
-    packed = pack_tiles(*quantize_blocks(w, MXFP4))
-    assert packed is not None
-    values, scales = expand_e4m3(*(t.to(device) for t in packed), 128, 512)
-    assert torch.equal(values.cpu().double() * scales.cpu().double(), decoded(w))
-
-
-def test_weights_expanded_to_bfloat16_are_the_dequantized_ones(device: torch.device) -> None:
-    codes = quantize_blocks(weights(), MXFP4)
+@pytest.mark.parametrize("columns", [256, 288, 384, 480, 512])
+def test_expanded_weights_are_exact(columns: int, device: torch.device) -> None:
+    w = weights()[:, :columns]
+    codes = quantize_blocks(w, MXFP4)
     packed = pack_tiles(*codes)
     assert packed is not None
-    values = expand_bfloat16(*(t.to(device) for t in packed), 512)
-    assert torch.equal(values.cpu(), dequantize_blocks(*codes, MXFP4, 512, dtype=torch.bfloat16))
+    tiles = [tensor.to(device) for tensor in packed]
+    values, scales = expand_e4m3(*tiles, columns)
+    assert torch.equal(values.cpu().double() * scales.cpu().double(), decoded(w))
+    expected = dequantize_blocks(*codes, MXFP4, columns, dtype=torch.bfloat16)
+    assert torch.equal(expand_bfloat16(*tiles, columns).cpu(), expected)
