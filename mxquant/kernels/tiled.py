@@ -1,7 +1,4 @@
-"""What the kernels that read tiled weights (`tiles`) have in common: addresses, decoding, and the exact way out.
-
-A byte permute turns four codes into four FP8 bytes: the table of a block is its exponent. FP16 values of E5M2 are that
-byte and a zero byte.
+"""What the kernels that read tiled weights (`tiles`) have in common: where they lie, and the exact way out.
 
 Shape suffixes: M input rows, N weight rows, K columns.
 """
@@ -13,54 +10,6 @@ import triton.language as tl
 
 from mxquant.kernels.fold import quantize_mxfp4
 from mxquant.kernels.triton_numerics import e8m0_to_float, fp32_bits
-
-
-def _look_up(first: str, last: str, word: str, low: str, high: str) -> str:
-    """PTX: FP8 bytes of a word's codes 0-3 and 4-7; `low` and `high` hold those of the magnitudes 0-3 and 4-7."""
-    return f"""
-        .reg .b32 index, upper, sign;
-        and.b32 index, {word}, 0x77777777;
-        prmt.b32 {first}, {low}, {high}, index;
-        shr.u32 upper, index, 16;
-        prmt.b32 {last}, {low}, {high}, upper;
-        shl.b32 sign, {word}, 4;
-        lop3.b32 {first}, sign, 0x80808080, {first}, 0xEA;
-        lop3.b32 {last}, {word}, 0x80808080, {last}, 0xEA;
-    """
-
-
-# A word comes as four bytes or as two halves, and its tables once for each of them.
-_BYTES_PTX = tl.constexpr("{" + _look_up("$0", "$1", "$2", "$3", "$7") + "}")
-# Bytes 0 and 2, and 1 and 3, each widened to two FP16. Multiplications, as the logic unit is what the kernel waits for.
-_HALVES_PTX = tl.constexpr(
-    "{ .reg .b32 first, last, even0, even1;"
-    + _look_up("first", "last", "$4", "$5", "$7")
-    + """
-        and.b32 even0, first, 0x00FF00FF;
-        and.b32 even1, last, 0x00FF00FF;
-        mul.lo.u32 $0, even0, 256;
-        mad.lo.s32 $1, even0, -1, first;
-        mul.lo.u32 $2, even1, 256;
-        mad.lo.s32 $3, even1, -1, last;
-    }"""
-)
-
-
-@triton.jit
-def decode_bytes(word: tl.tensor, low: tl.tensor, high: tl.tensor) -> tuple[tl.tensor, ...]:
-    """Four bytes of a word to 2 x 4 FP8 bytes."""
-    return tl.inline_asm_elementwise(
-        _BYTES_PTX, "=&r,=&r,r,r,r,r,r,r,r,r,r", [word, low, high], dtype=(tl.uint8, tl.uint8), is_pure=True, pack=4
-    )
-
-
-@triton.jit
-def decode_halves(word: tl.tensor, low: tl.tensor, high: tl.tensor) -> tuple[tl.tensor, ...]:
-    """Two 16-bit halves of a word to 4 x 2 FP16: codes 0 and 2, 1 and 3, 4 and 6, 5 and 7."""
-    return tl.inline_asm_elementwise(
-        _HALVES_PTX, "=&r,=&r,=&r,=&r,r,r,r,r,r", [word, low, high],
-        dtype=(tl.float16, tl.float16, tl.float16, tl.float16), is_pure=True, pack=2,
-    )  # fmt: skip
 
 
 @triton.jit
@@ -106,7 +55,7 @@ def code_values(word: tl.tensor, i: tl.tensor) -> tl.tensor:
 @triton.jit
 def exact_tile(
     x: tl.tensor,
-    words32: tl.tensor,
+    words: tl.tensor,
     scale_bytes: tl.tensor,
     n: tl.tensor,
     m: tl.tensor,
@@ -125,6 +74,7 @@ def exact_tile(
         MODE: scale mode of MXFP4 to quantize bf16 activations with; None: they are not quantized.
     """
     code = tl.arange(0, 32)
+    words32 = words.to(tl.pointer_type(tl.int32))
     highest = highest_exponent(scale_bytes, n, K)
     total = tl.zeros((BN, BM), tl.float32)
     for block in range(first_block, end_block):

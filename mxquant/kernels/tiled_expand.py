@@ -27,7 +27,7 @@ def expand_e4m3(words: Tensor, bytes_: Tensor, k: int) -> tuple[Tensor, Tensor]:
     n = words.shape[0] * 64
     values = torch.empty(n, k, dtype=torch.float8_e4m3fn, device=words.device)
     row_scale = torch.empty(n, 1, dtype=torch.float32, device=words.device)
-    _expand_kernel[(n // 64, triton.cdiv(k, 128))](words.view(torch.int32), bytes_, values, row_scale, k, TOP=_TOP)
+    _expand_kernel[(n // 64, triton.cdiv(k, 128))](words, bytes_, values, row_scale, k, TOP=_TOP)
     return values, row_scale
 
 
@@ -35,13 +35,13 @@ def expand_bfloat16(words: Tensor, bytes_: Tensor, k: int) -> Tensor:
     """The values of tiles of K columns, bf16 [N, K], columns in order."""
     n = words.shape[0] * 64
     values = torch.empty(n, k, dtype=torch.bfloat16, device=words.device)
-    _expand_kernel[(n // 64, triton.cdiv(k, 128))](words.view(torch.int32), bytes_, values, values, k, TOP=None)
+    _expand_kernel[(n // 64, triton.cdiv(k, 128))](words, bytes_, values, values, k, TOP=None)
     return values
 
 
 @triton.jit
 def _expand_kernel(
-    words32: tl.tensor,
+    words: tl.tensor,
     scale_bytes: tl.tensor,
     values: tl.tensor,
     row_scale: tl.tensor,
@@ -53,7 +53,11 @@ def _expand_kernel(
     word = tl.arange(0, 16)
     block = tl.program_id(1) * 4 + word // 4
     inside = (block < K // 32)[None, :]
-    packed = tl.load(words32 + word_address(n[:, None], block[None, :], K) + (word % 4)[None, :], mask=inside, other=0)
+    packed = tl.load(
+        words.to(tl.pointer_type(tl.int32)) + word_address(n[:, None], block[None, :], K) + (word % 4)[None, :],
+        mask=inside,
+        other=0,
+    )
     byte = tl.load(scale_bytes + scale_address(n[:, None], block[None, :], K), mask=inside, other=0)
     relative = (byte.to(tl.int32) & 0x1F) - 27
     highest = highest_exponent(scale_bytes, n, K)
@@ -84,7 +88,7 @@ def repair(
     """
     (m, n), k = y_MN.shape, x_MK.shape[1]
     _repair_kernel[(n // 64, triton.cdiv(m, _REPAIR_ROWS))](
-        y_MN, x_MK, words.view(torch.int32), bytes_, y_MN if bias_N is None else bias_N, unfit_M, m, n, k,
+        y_MN, x_MK, words, bytes_, y_MN if bias_N is None else bias_N, unfit_M, m, n, k,
         x_MK.stride(0), ROWS=_REPAIR_ROWS, MODE=scale_mode, HAS_BIAS=bias_N is not None,
     )  # fmt: skip
 
@@ -93,7 +97,7 @@ def repair(
 def _repair_kernel(
     y: tl.tensor,
     x: tl.tensor,
-    words32: tl.tensor,
+    words: tl.tensor,
     scale_bytes: tl.tensor,
     bias: tl.tensor,
     unfit: tl.tensor,
@@ -113,7 +117,7 @@ def _repair_kernel(
             m = first + tl.arange(0, 32)
             inside = m < M
             if tl.max(tl.load(unfit + m, mask=inside, other=0), 0) != 0:
-                total = exact_tile(x, words32, scale_bytes, n, m, inside, 0, K // 32, K, x_stride, MODE, 64, 32)
+                total = exact_tile(x, words, scale_bytes, n, m, inside, 0, K // 32, K, x_stride, MODE, 64, 32)
                 if HAS_BIAS:
                     total += tl.load(bias + n).to(tl.float32)[:, None]
                 at = m[None, :].to(tl.int64) * N + n[:, None]

@@ -1,0 +1,194 @@
+"""The product of a few rows with tiles of a weight that are decoded in registers, as the A operand of wgmma.
+
+So it is computed transposed, C^T = W X^T. A byte permute turns four codes into four FP8 bytes: the table of a block is
+its exponent. FP16 values of E5M2 are that byte and a zero byte.
+
+FP8 tensor cores add up with 14 bits below the largest partial sum, so there partial sums go to fp32 registers every 128
+or 256 columns. Sums of FP16 products are fp32's.
+
+Shape suffixes: M input rows, N weight rows, K columns.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+# What the largest block exponent of a weight's row becomes, in E5M2 and in FP16.
+TOP = tl.constexpr(13)
+
+
+def _look_up(first: str, last: str, word: str, low: str, high: str) -> str:
+    """PTX: FP8 bytes of a word's codes 0-3 and 4-7; `low` and `high` hold those of the magnitudes 0-3 and 4-7."""
+    return f"""
+        .reg .b32 index, upper, sign;
+        and.b32 index, {word}, 0x77777777;
+        prmt.b32 {first}, {low}, {high}, index;
+        shr.u32 upper, index, 16;
+        prmt.b32 {last}, {low}, {high}, upper;
+        shl.b32 sign, {word}, 4;
+        lop3.b32 {first}, sign, 0x80808080, {first}, 0xEA;
+        lop3.b32 {last}, {word}, 0x80808080, {last}, 0xEA;
+    """
+
+
+# A word comes as four bytes or as two halves, and its tables once for each of them.
+_BYTES_PTX = tl.constexpr("{" + _look_up("$0", "$1", "$2", "$3", "$7") + "}")
+# Bytes 0 and 2, and 1 and 3, each widened to two FP16. Multiplications, as the logic unit is what the kernel waits for.
+_HALVES_PTX = tl.constexpr(
+    "{ .reg .b32 first, last, even0, even1;"
+    + _look_up("first", "last", "$4", "$5", "$7")
+    + """
+        and.b32 even0, first, 0x00FF00FF;
+        and.b32 even1, last, 0x00FF00FF;
+        mul.lo.u32 $0, even0, 256;
+        mad.lo.s32 $1, even0, -1, first;
+        mul.lo.u32 $2, even1, 256;
+        mad.lo.s32 $3, even1, -1, last;
+    }"""
+)
+
+
+@triton.jit
+def decode_bytes(word: tl.tensor, low: tl.tensor, high: tl.tensor) -> tuple[tl.tensor, ...]:
+    """Four bytes of a word to 2 x 4 FP8 bytes."""
+    return tl.inline_asm_elementwise(
+        _BYTES_PTX, "=&r,=&r,r,r,r,r,r,r,r,r,r", [word, low, high], dtype=(tl.uint8, tl.uint8), is_pure=True, pack=4
+    )
+
+
+@triton.jit
+def decode_halves(word: tl.tensor, low: tl.tensor, high: tl.tensor) -> tuple[tl.tensor, ...]:
+    """Two 16-bit halves of a word to 4 x 2 FP16: codes 0 and 2, 1 and 3, 4 and 6, 5 and 7."""
+    return tl.inline_asm_elementwise(
+        _HALVES_PTX, "=&r,=&r,=&r,=&r,r,r,r,r,r", [word, low, high],
+        dtype=(tl.float16, tl.float16, tl.float16, tl.float16), is_pure=True, pack=2,
+    )  # fmt: skip
+
+
+@triton.jit
+def _block_exponents(four: tl.tensor, step: tl.tensor, R: tl.constexpr) -> tl.tensor:
+    """Relative exponents [R, 128] of pieces, from the int32 of 256 columns, of which a step may be one half."""
+    shift = tl.arange(0, 4) * 8 if four.shape[0] * 4 == R else step % 2 * 16 + tl.arange(0, 2) * 8
+    return tl.reshape((four[:, None, :] >> shift[None, :, None]) & 0x1F, (R, 128))
+
+
+@triton.jit
+def _decode_tile(packed: tl.tensor, exponent: tl.tensor, TILES: tl.constexpr, CHUNKS: tl.constexpr) -> tl.tensor:
+    """E5M2 or FP16 values [64 * TILES, 128 * CHUNKS] of 16-byte pieces [R, 128 * 16 bytes] and exponents [R, 128]."""
+    R: tl.constexpr = TILES * CHUNKS * 2
+    UNITS: tl.constexpr = packed.shape[1] // 128
+    # E5M2 bytes of 0, 0.5, 1, 1.5 and of 2, 3, 4, 6 times 2^(exponent - 14).
+    low = tl.broadcast_to((exponent * 0x04040400 + 0x06040000)[:, :, None], (R, 128, UNITS))
+    high = tl.broadcast_to((exponent * 0x04040404 + 0x0E0C0A08)[:, :, None], (R, 128, UNITS))
+    word = tl.reshape(packed, (R, 128, UNITS))
+    if packed.dtype == tl.uint8:
+        half0, half1 = decode_bytes(word, low, high)
+        w = tl.join(half0, half1).to(tl.float8e5, bitcast=True)
+        w = tl.reshape(w, (TILES, CHUNKS, 2, 4, 8, 4, 4, 4, 2))  # tile chunk half warp g t j b h
+        w = tl.permute(w, (0, 3, 2, 4, 1, 6, 8, 5, 7))
+    else:
+        even0, odd0, even1, odd1 = decode_halves(word, low, high)
+        w = tl.join(tl.join(even0, odd0), tl.join(even1, odd1))
+        w = tl.reshape(w, (TILES, CHUNKS, 2, 4, 8, 4, 4, 2, 2, 2))  # tile chunk half warp g t q e h o
+        w = tl.permute(w, (0, 3, 2, 4, 1, 6, 9, 8, 5, 7))
+    return tl.reshape(w, (64 * TILES, 128 * CHUNKS))
+
+
+@triton.jit
+def _piece_pointers(
+    words: tl.tensor,
+    scales: tl.tensor,
+    tile: tl.tensor,
+    first: tl.tensor,
+    K: tl.constexpr,
+    R: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    UNITS: tl.constexpr,
+) -> tuple[tl.tensor, ...]:
+    """Pointers to the pieces of the first step, and to the exponents of the first 256 columns."""
+    # Two-dimensional pointers [piece, thread x 16 bytes] keep the copies to shared memory free of bank conflicts.
+    piece = tl.arange(0, R)
+    unit = tl.arange(0, 128 * UNITS)
+    word_ptr = words + (tile + piece[:, None] // (2 * CHUNKS)) * (K * 2 * UNITS)
+    word_ptr += (first * CHUNKS * 2 + piece[:, None] % (2 * CHUNKS)) * (128 * UNITS) + unit[None, :]
+    PAIRS: tl.constexpr = (CHUNKS + 1) // 2  # int32 of exponents, of 256 columns each
+    quad = tl.arange(0, R // (2 * CHUNKS) * PAIRS)
+    scale_ptr = scales + (tile + quad[:, None] // PAIRS) * (K // 2)
+    scale_ptr += (quad[:, None] % PAIRS) * 128 + tl.arange(0, 128)[None, :]
+    return word_ptr, scale_ptr
+
+
+@triton.jit
+def _decode_rest(
+    words: tl.tensor,
+    scale_bytes: tl.tensor,
+    tile: tl.tensor,
+    chunk: tl.constexpr,
+    K: tl.constexpr,
+    TILES: tl.constexpr,
+    UNITS: tl.constexpr,
+) -> tl.tensor:
+    """`_decode_tile` of a chunk beyond the last 256 columns; zeros beyond K."""
+    BLOCKS: tl.constexpr = K // 32 - chunk * 4 if K // 32 - chunk * 4 < 4 else 4
+    piece = tl.arange(0, 2 * TILES)  # tile, half
+    tile_of = tile + piece[:, None] // 2
+    half = piece[:, None] % 2
+    unit = tl.arange(0, 128 * UNITS)[None, :]
+    address = half * (32 * BLOCKS) + unit // (4 * UNITS) * BLOCKS + unit // UNITS % 4
+    address = tile_of * (K * 2 * UNITS) + chunk * (256 * UNITS) + address * UNITS + unit % UNITS
+    packed = tl.load(words + address, mask=unit // UNITS % 4 < BLOCKS, other=0)
+    thread = tl.arange(0, 128)[None, :]
+    address = tile_of * (K * 2) + chunk * 256 + (thread // 4 * BLOCKS + thread % 4) * 2 + half
+    byte = tl.load(scale_bytes + address, mask=thread % 4 < BLOCKS, other=0)
+    return _decode_tile(packed, byte.to(tl.int32) & 0x1F, TILES, 1)
+
+
+@triton.jit
+def tile_product(
+    words: tl.tensor,
+    scale_bytes: tl.tensor,
+    x_row: tl.tensor,
+    inside: tl.tensor,
+    tile: tl.tensor,
+    part: tl.tensor,
+    K: tl.constexpr,
+    TILES: tl.constexpr,
+    BK: tl.constexpr,
+    SPLIT: tl.constexpr,
+    PROMOTE: tl.constexpr,
+) -> tl.tensor:
+    """Sums [64 * TILES, BM] over a part of the columns, relative to the scales of both rows.
+
+    Args:
+        words, scale_bytes: uint8 pointers to the tiles.
+        x_row: pointers [BM] to folded rows, E5M2 or FP16; inside: [BM], which of them exist.
+        tile: index of the first tile, int64; part: which of the SPLIT parts.
+    """
+    CHUNKS: tl.constexpr = BK // 128
+    R: tl.constexpr = TILES * CHUNKS * 2  # 16-byte pieces of a thread: tile, chunk, half
+    WHOLE: tl.constexpr = K // 256 * 256
+    STEPS: tl.constexpr = WHOLE // BK // SPLIT
+    FP16: tl.constexpr = x_row.dtype.element_ty == tl.float16
+    UNITS: tl.constexpr = 8 if FP16 else 16  # of a piece, as the decoder takes them
+    source = words.to(tl.pointer_type(tl.uint16)) if FP16 else words
+    first = part * STEPS
+    scales = scale_bytes.to(tl.pointer_type(tl.int32))
+    word_ptr, scale_ptr = _piece_pointers(source, scales, tile, first, K, R, CHUNKS, UNITS)
+    x_ptr = x_row[None, :] + first * BK + tl.arange(0, BK)[:, None]
+    total = tl.zeros((64 * TILES, x_row.shape[0]), tl.float32)
+    for step in range(first, first + STEPS):
+        packed = tl.load(word_ptr)
+        four = tl.load(scale_ptr + step * BK // 256 * 128)
+        x = tl.load(x_ptr, mask=inside[None, :], other=0.0)
+        w = _decode_tile(packed, _block_exponents(four, step, R), TILES, CHUNKS)
+        total += tl.dot(w, x, max_num_imprecise_acc=PROMOTE)
+        word_ptr += CHUNKS * 256 * UNITS
+        x_ptr += BK
+    if WHOLE < K and part == SPLIT - 1:
+        for chunk in tl.static_range(WHOLE // 128, (K + 127) // 128):
+            w = _decode_rest(source, scale_bytes, tile, chunk, K, TILES, UNITS)
+            column = chunk * 128 + tl.arange(0, 128)
+            x = tl.load(x_row[None, :] + column[:, None], mask=inside[None, :], other=0.0)
+            total += tl.dot(w, x, max_num_imprecise_acc=PROMOTE if PROMOTE > BK else 128)
+    return total
