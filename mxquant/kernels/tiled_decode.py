@@ -101,7 +101,7 @@ def _piece_pointers(
     scales: tl.tensor,
     tile: tl.tensor,
     first: tl.tensor,
-    K: tl.constexpr,
+    K: tl.tensor,
     R: tl.constexpr,
     CHUNKS: tl.constexpr,
     UNITS: tl.constexpr,
@@ -124,13 +124,13 @@ def _decode_rest(
     words: tl.tensor,
     scale_bytes: tl.tensor,
     tile: tl.tensor,
-    chunk: tl.constexpr,
-    K: tl.constexpr,
+    chunk: tl.tensor,
+    K: tl.tensor,
+    BLOCKS: tl.constexpr,
     TILES: tl.constexpr,
     UNITS: tl.constexpr,
 ) -> tl.tensor:
-    """`_decode_tile` of a chunk beyond the last 256 columns; zeros beyond K."""
-    BLOCKS: tl.constexpr = K // 32 - chunk * 4 if K // 32 - chunk * 4 < 4 else 4
+    """`_decode_tile` of a chunk of BLOCKS blocks beyond the last 256 columns, and zeros."""
     piece = tl.arange(0, 2 * TILES)  # tile, half
     tile_of = tile + piece[:, None] // 2
     half = piece[:, None] % 2
@@ -152,10 +152,11 @@ def tile_product(
     inside: tl.tensor,
     tile: tl.tensor,
     part: tl.tensor,
-    K: tl.constexpr,
+    parts: tl.tensor,
+    K: tl.tensor,
+    REST: tl.constexpr,
     TILES: tl.constexpr,
     BK: tl.constexpr,
-    SPLIT: tl.constexpr,
     PROMOTE: tl.constexpr,
 ) -> tl.tensor:
     """Sums [64 * TILES, BM] over a part of the columns, relative to the scales of both rows.
@@ -163,21 +164,21 @@ def tile_product(
     Args:
         words, scale_bytes: uint8 pointers to the tiles.
         x_row: pointers [BM] to folded rows, E5M2 or FP16; inside: [BM], which of them exist.
-        tile: index of the first tile, int64; part: which of the SPLIT parts.
+        tile: index of the first tile, int64; part: which of the `parts`, that share the steps of 256 columns evenly.
+        REST: blocks that remain, left to the last part.
     """
     CHUNKS: tl.constexpr = BK // 128
     R: tl.constexpr = TILES * CHUNKS * 2  # 16-byte pieces of a thread: tile, chunk, half
-    WHOLE: tl.constexpr = K // 256 * 256
-    STEPS: tl.constexpr = WHOLE // BK // SPLIT
     FP16: tl.constexpr = x_row.dtype.element_ty == tl.float16
     UNITS: tl.constexpr = 8 if FP16 else 16  # of a piece, as the decoder takes them
     source = words.to(tl.pointer_type(tl.uint16)) if FP16 else words
-    first = part * STEPS
+    steps = K // 256 // parts * (256 // BK)
+    first = part * steps
     scales = scale_bytes.to(tl.pointer_type(tl.int32))
     word_ptr, scale_ptr = _piece_pointers(source, scales, tile, first, K, R, CHUNKS, UNITS)
     x_ptr = x_row[None, :] + first * BK + tl.arange(0, BK)[:, None]
     total = tl.zeros((64 * TILES, x_row.shape[0]), tl.float32)
-    for step in range(first, first + STEPS):
+    for step in range(first, first + steps):
         packed = tl.load(word_ptr)
         four = tl.load(scale_ptr + step * BK // 256 * 128)
         x = tl.load(x_ptr, mask=inside[None, :], other=0.0)
@@ -185,9 +186,11 @@ def tile_product(
         total += tl.dot(w, x, max_num_imprecise_acc=PROMOTE)
         word_ptr += CHUNKS * 256 * UNITS
         x_ptr += BK
-    if WHOLE < K and part == SPLIT - 1:
-        for chunk in tl.static_range(WHOLE // 128, (K + 127) // 128):
-            w = _decode_rest(source, scale_bytes, tile, chunk, K, TILES, UNITS)
+    if REST > 0 and part == parts - 1:
+        for i in tl.static_range((REST + 3) // 4):
+            chunk = K // 256 * 2 + i
+            BLOCKS: tl.constexpr = REST - 4 * i if REST - 4 * i < 4 else 4
+            w = _decode_rest(source, scale_bytes, tile, chunk, K, BLOCKS, TILES, UNITS)
             column = chunk * 128 + tl.arange(0, 128)
             x = tl.load(x_row[None, :] + column[:, None], mask=inside[None, :], other=0.0)
             total += tl.dot(w, x, max_num_imprecise_acc=PROMOTE if PROMOTE > BK else 128)

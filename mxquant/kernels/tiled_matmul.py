@@ -24,7 +24,7 @@ from mxquant.kernels.tiled import exact_tile, highest_exponent
 from mxquant.kernels.tiled_decode import TOP, tile_product
 
 
-class _Shape(NamedTuple):
+class Shape(NamedTuple):
     """A configuration. Each was tested against float64: not all that compile are right, or fast."""
 
     rows_M: int
@@ -39,18 +39,18 @@ class _Shape(NamedTuple):
 
 
 _FP8_SHAPES = (
-    _Shape(16, 1, 256, 128, 550),
-    _Shape(32, 2, 256, 256, 300),
-    _Shape(64, 2, 256, 256, 300),
-    _Shape(128, 1, 256, 256, 400),
+    Shape(16, 1, 256, 128, 550),
+    Shape(32, 2, 256, 256, 300),
+    Shape(64, 2, 256, 256, 300),
+    Shape(128, 1, 256, 256, 400),
 )
 # Sums of FP16 products are fp32's. Named so, the sum is not folded into the dot, which Triton 3.6 gets wrong.
 _NEVER = 1 << 30
 _FP16_SHAPES = (
-    _Shape(16, 1, 256, _NEVER, 1000, registers=104),
-    _Shape(32, 2, 128, _NEVER, 300),
-    _Shape(64, 2, 128, _NEVER, 300),
-    _Shape(128, 1, 128, _NEVER, 400),
+    Shape(16, 1, 256, _NEVER, 1000, registers=104),
+    Shape(32, 2, 128, _NEVER, 300),
+    Shape(64, 2, 128, _NEVER, 300),
+    Shape(128, 1, 128, _NEVER, 400),
 )
 
 
@@ -73,31 +73,39 @@ def multiply_few(
         scale_mode: of MXFP4 activations; None: they are not quantized.
     """
     (m, k), device = x_MK.shape, x_MK.device
-    shapes = _FP16_SHAPES if scale_mode is None else _FP8_SHAPES
-    shape = next((shape for shape in shapes if m <= shape.rows_M), shapes[-1])
+    shape = shape_for(m, scale_mode is not None)
     tiles = shape.tiles_N if n % (64 * shape.tiles_N) == 0 else 1
     programs, row_tiles = n // (64 * tiles), triton.cdiv(m, shape.rows_M)
-    split = _split(programs * row_tiles, k // 256, shape.programs)
+    split = divide_columns(programs * row_tiles, k, shape)
     y = torch.empty(m, n, dtype=dtype, device=device)
     partial = y if split == 1 else torch.empty(split, m, n, dtype=torch.float32, device=device)
-    bias = y if bias_N is None else bias_N
     _multiply_few_kernel[(programs, split, row_tiles)](
-        words, bytes_, *folded, x_MK, bias, partial, m, n, k,
-        x_MK.stride(0), BM=shape.rows_M, TILES=tiles, BK=shape.columns_K, SPLIT=split, PROMOTE=shape.promote,
-        HAS_BIAS=bias_N is not None and split == 1, MODE=scale_mode, num_warps=4, num_stages=3,
-        maxnreg=shape.registers, launch_pdl=True,
+        words, bytes_, *folded, x_MK, y if bias_N is None else bias_N, partial, m, n, k, x_MK.stride(0),
+        BM=shape.rows_M, TILES=tiles, REST=k // 32 % 8, BK=shape.columns_K, PROMOTE=shape.promote,
+        HAS_BIAS=bias_N is not None, MODE=scale_mode, num_warps=4, num_stages=3, maxnreg=shape.registers,
+        launch_pdl=True,
     )  # fmt: skip
     if split > 1:
-        _add_parts_kernel[(triton.cdiv(n, 512), m)](
-            partial, bias, y, m * n, n, SPLIT=split, HAS_BIAS=bias_N is not None, BLOCK=512, launch_pdl=True
-        )
+        add_parts(partial, y)
     return y
 
 
-def _split(programs: int, steps: int, enough: int) -> int:
-    """Into how many parts K is split, a divisor of its steps; they are added up in a fixed order."""
-    wanted = max(1, enough // programs)
+def shape_for(rows: int, fp8: bool) -> Shape:
+    """The configuration for so many rows of one matrix."""
+    shapes = _FP8_SHAPES if fp8 else _FP16_SHAPES
+    return next((shape for shape in shapes if rows <= shape.rows_M), shapes[-1])
+
+
+def divide_columns(programs: int, k: int, shape: Shape) -> int:
+    """Into how many parts K is split, a divisor of its steps of 256; they are added up in a fixed order."""
+    steps, wanted = k // 256, max(1, shape.programs // programs)
     return max(part for part in range(1, min(wanted, steps) + 1) if steps % part == 0)
+
+
+def add_parts(partial: Tensor, y: Tensor) -> None:
+    """The sum of `partial` [parts, M, N], fp32, into `y` [M, N]."""
+    parts, m, n = partial.shape
+    _add_parts_kernel[(triton.cdiv(m * n, 1024),)](partial, y, m * n, SPLIT=parts, BLOCK=1024, launch_pdl=True)
 
 
 @triton.jit
@@ -112,34 +120,33 @@ def _multiply_few_kernel(
     y: tl.tensor,
     M: tl.tensor,
     N: tl.tensor,
-    K: tl.constexpr,
+    K: tl.tensor,
     x_stride: tl.tensor,
     BM: tl.constexpr,
+    REST: tl.constexpr,
     TILES: tl.constexpr,
     BK: tl.constexpr,
-    SPLIT: tl.constexpr,
     PROMOTE: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     MODE: tl.constexpr,
 ) -> None:
     BN: tl.constexpr = 64 * TILES
-    WIDTH: tl.constexpr = (K + 127) // 128 * 128  # of a folded row
     tile = tl.program_id(0).to(tl.int64) * TILES
-    part = tl.program_id(1)
+    part, parts = tl.program_id(1), tl.num_programs(1)
     m = tl.program_id(2) * BM + tl.arange(0, BM)
     inside = m < M
     gdc_launch_dependents()
     gdc_wait()  # for the folded activations
-    x_row = x + m.to(tl.int64) * WIDTH
-    total = tile_product(words, scale_bytes, x_row, inside, tile, part, K, TILES, BK, SPLIT, PROMOTE)
+    x_row = x + m.to(tl.int64) * ((K + 127) // 128 * 128)
+    total = tile_product(words, scale_bytes, x_row, inside, tile, part, parts, K, REST, TILES, BK, PROMOTE)
     n = tile * 64 + tl.arange(0, BN)
     w_factor = row_factor(highest_exponent(scale_bytes, n, K), TOP)
     total = total * w_factor[:, None] * tl.load(x_scale + m, mask=inside, other=0.0)[None, :]
     if tl.max(tl.load(unfit + m, mask=inside, other=0), 0) != 0:
-        blocks: tl.constexpr = K // 256 * 8 // SPLIT
-        end = tl.where(part == SPLIT - 1, K // 32, (part + 1) * blocks)
+        blocks = K // 256 // parts * 8
+        end = tl.where(part == parts - 1, K // 32, (part + 1) * blocks)
         total = exact_tile(x_before, words, scale_bytes, n, m, inside, part * blocks, end, K, x_stride, MODE, BN, BM)
-    if HAS_BIAS:
+    if HAS_BIAS and part == 0:
         total += tl.load(bias + n).to(tl.float32)[:, None]
     y += part.to(tl.int64) * M * N
     tl.store(y + m[None, :].to(tl.int64) * N + n[:, None], total.to(y.dtype.element_ty), mask=inside[None, :])
@@ -147,21 +154,11 @@ def _multiply_few_kernel(
 
 @triton.jit
 def _add_parts_kernel(
-    partial: tl.tensor,
-    bias: tl.tensor,
-    y: tl.tensor,
-    part_size: tl.tensor,
-    N: tl.tensor,
-    SPLIT: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    partial: tl.tensor, y: tl.tensor, size: tl.tensor, SPLIT: tl.constexpr, BLOCK: tl.constexpr
 ) -> None:
-    n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    at = tl.program_id(1).to(tl.int64) * N + n
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     gdc_wait()
-    total = tl.load(partial + at, mask=n < N, other=0.0)
+    total = tl.load(partial + at, mask=at < size, other=0.0)
     for part in tl.static_range(1, SPLIT):
-        total += tl.load(partial + part * part_size + at, mask=n < N, other=0.0)
-    if HAS_BIAS:
-        total += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)
-    tl.store(y + at, total.to(y.dtype.element_ty), mask=n < N)
+        total += tl.load(partial + part * size + at, mask=at < size, other=0.0)
+    tl.store(y + at, total.to(y.dtype.element_ty), mask=at < size)

@@ -1,0 +1,135 @@
+"""Rows sorted by expert times a stack of tiled MXFP4 weights, each group with its own matrix (`tiled_decode`).
+
+No program's work is decided on the host: as many programs are launched as any grouping could need, each finds its
+group from the offsets, and the rest return at once. Rows are gathered as they are loaded, so that a token that goes to
+several experts is folded once.
+
+Shape suffixes: T input rows, S sorted places, E matrices, N weight rows, K columns.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from mxquant.kernels.fold import row_factor
+from mxquant.kernels.tiled import exact_tile, highest_exponent
+from mxquant.kernels.tiled_decode import TOP, tile_product
+from mxquant.kernels.tiled_matmul import add_parts, divide_columns, shape_for
+
+
+def multiply_groups(
+    folded: tuple[Tensor, Tensor, Tensor],
+    x_TK: Tensor,
+    words: Tensor,
+    bytes_: Tensor,
+    bias_EN: Tensor | None,
+    offsets_E: Tensor,
+    rows_S: Tensor | None,
+    n: int,
+    scale_mode: str | None,
+    dtype: torch.dtype,
+) -> Tensor:
+    """The products [S, N] in `dtype`; zero beyond the last group.
+
+    Args:
+        folded: of `fold_activation(x_TK, scale_mode, permute=True)`, or of `fold_bfloat16(x_TK)`.
+        words, bytes_: of `pack_tiles`, of a stack of E matrices.
+        bias_EN: any float dtype, or None.
+        offsets_E: int32, where each group ends.
+        rows_S: the row of `x_TK` at each place; None: places are rows.
+        scale_mode: of MXFP4 activations; None: they are not quantized.
+    """
+    (t, k), experts, device = x_TK.shape, offsets_E.shape[0], x_TK.device
+    s = t if rows_S is None else rows_S.shape[0]
+    shape = shape_for(triton.cdiv(s, min(s, experts)), scale_mode is not None)
+    tiles = shape.tiles_N if n % (64 * shape.tiles_N) == 0 else 1
+    # Every group has at most one tile of rows that is not full; the rows beyond the last one are a group as well.
+    programs, row_tiles = n // (64 * tiles), s // shape.rows_M + min(s, experts + 1)
+    split = divide_columns(programs * row_tiles, k, shape)
+    y = torch.empty(s, n, dtype=dtype, device=device)
+    partial = y if split == 1 else torch.empty(split, s, n, dtype=torch.float32, device=device)
+    _multiply_groups_kernel[(programs, split, row_tiles)](
+        words, bytes_, *folded, x_TK, offsets_E, offsets_E if rows_S is None else rows_S,
+        y if bias_EN is None else bias_EN, partial, s, n, k, x_TK.stride(0), experts,
+        GROUPS=triton.next_power_of_2(experts + 1), BM=shape.rows_M, TILES=tiles, REST=k // 32 % 8, BK=shape.columns_K,
+        PROMOTE=shape.promote, GATHER=rows_S is not None, HAS_BIAS=bias_EN is not None, MODE=scale_mode, num_warps=4,
+        num_stages=3, maxnreg=shape.registers, launch_pdl=True,
+    )  # fmt: skip
+    if split > 1:
+        add_parts(partial, y)
+    return y
+
+
+@triton.jit
+def _find_group(
+    offsets: tl.tensor, slot: tl.tensor, S: tl.tensor, E: tl.tensor, GROUPS: tl.constexpr, BM: tl.constexpr
+) -> tuple[tl.tensor, ...]:
+    """The group of a slot, E for the rows beyond the last, and its first and end place; all past the end: group > E."""
+    group = tl.arange(0, GROUPS)
+    end = tl.load(offsets + group, mask=group < E, other=S)
+    start = tl.where(group == 0, 0, tl.load(offsets + group - 1, mask=(group > 0) & (group <= E), other=S))
+    slots = (tl.maximum(end - start, 0) + BM - 1) // BM
+    ends = tl.cumsum(slots, 0)
+    found = tl.sum((ends <= slot).to(tl.int32), 0)
+    is_it = group == found
+    first = tl.sum(tl.where(is_it, start + (slot - ends + slots) * BM, 0), 0)
+    return found, first, tl.sum(tl.where(is_it, end, 0), 0)
+
+
+@triton.jit
+def _multiply_groups_kernel(
+    words: tl.tensor,
+    scale_bytes: tl.tensor,
+    x: tl.tensor,
+    x_scale: tl.tensor,
+    unfit: tl.tensor,
+    x_before: tl.tensor,
+    offsets: tl.tensor,
+    rows: tl.tensor,
+    bias: tl.tensor,
+    y: tl.tensor,
+    S: tl.tensor,
+    N: tl.tensor,
+    K: tl.tensor,
+    x_stride: tl.tensor,
+    E: tl.tensor,
+    GROUPS: tl.constexpr,
+    BM: tl.constexpr,
+    REST: tl.constexpr,
+    TILES: tl.constexpr,
+    BK: tl.constexpr,
+    PROMOTE: tl.constexpr,
+    GATHER: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    MODE: tl.constexpr,
+) -> None:
+    part, parts = tl.program_id(1), tl.num_programs(1)
+    expert, first, end = _find_group(offsets, tl.program_id(2), S, E, GROUPS, BM)
+    place = first + tl.arange(0, BM)
+    inside = place < end
+    n = tl.program_id(0) * (64 * TILES) + tl.arange(0, 64 * TILES)
+    y_at = y + part.to(tl.int64) * S * N + place[None, :].to(tl.int64) * N + n[:, None]
+    gdc_launch_dependents()
+    gdc_wait()  # for the folded activations
+    if expert < E:
+        tile = expert.to(tl.int64) * (N // 64) + tl.program_id(0) * TILES
+        row = tl.load(rows + place, mask=inside, other=0).to(tl.int64) if GATHER else place.to(tl.int64)
+        x_row = x + row * ((K + 127) // 128 * 128)
+        total = tile_product(words, scale_bytes, x_row, inside, tile, part, parts, K, REST, TILES, BK, PROMOTE)
+        w_row = tile * 64 + tl.arange(0, 64 * TILES)
+        total *= row_factor(highest_exponent(scale_bytes, w_row, K), TOP)[:, None]
+        total *= tl.load(x_scale + row, mask=inside, other=0.0)[None, :]
+        if tl.max(tl.load(unfit + row, mask=inside, other=0), 0) != 0:
+            blocks = K // 256 // parts * 8
+            last = tl.where(part == parts - 1, K // 32, (part + 1) * blocks)
+            total = exact_tile(x_before, words, scale_bytes, w_row, row, inside, part * blocks, last, K, x_stride, MODE,
+                               64 * TILES, BM)  # fmt: skip
+        if HAS_BIAS and part == 0:
+            total += tl.load(bias + w_row).to(tl.float32)[:, None]
+        tl.store(y_at, total.to(y.dtype.element_ty), mask=inside[None, :])
+    if expert == E:
+        tl.store(y_at, tl.zeros((64 * TILES, BM), y.dtype.element_ty), mask=inside[None, :])
