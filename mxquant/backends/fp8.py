@@ -53,12 +53,12 @@ class FP8(Backend):
         return None
 
     def matmul(self, x: Tensor, weight: Operand, bias: Tensor | None, problem: Problem) -> Tensor:
-        # Imported here: it imports triton, which is not everywhere.
-        from mxquant.kernels.w4a4 import MOST_ROWS
+        # Imported here: it imports triton, which is not everywhere. `from` would take several times as long.
+        import mxquant.kernels.w4a4 as w4a4
 
         x = x if x.stride(-1) == 1 else x.contiguous()
         with torch.cuda.device_of(x):
-            return (_multiply_few if x.shape[0] <= MOST_ROWS else _multiply_many)(x, weight, bias, problem)
+            return (_multiply_few if x.shape[0] <= w4a4.MOST_ROWS else _multiply_many)(x, weight, bias, problem)
 
 
 def _scale_mode(problem: Problem) -> str:
@@ -67,12 +67,12 @@ def _scale_mode(problem: Problem) -> str:
 
 
 def _multiply_few(x: Tensor, weight: Operand, bias: Tensor | None, problem: Problem) -> Tensor:
-    from mxquant.kernels.fold import fold_activation
-    from mxquant.kernels.w4a4 import multiply_few
+    import mxquant.kernels.fold as fold
+    import mxquant.kernels.w4a4 as w4a4
 
     mode = _scale_mode(problem)
-    folded = fold_activation(x, mode, permute=True)
-    return multiply_few(folded, x, weight.qdata, weight.scale, bias, problem.out_features, mode, problem.dtype)
+    folded = fold.fold_activation(x, mode, permute=True)
+    return w4a4.multiply_few(folded, x, weight.qdata, weight.scale, bias, problem.out_features, mode, problem.dtype)
 
 
 def _multiply_many(x: Tensor, weight: Operand, bias: Tensor | None, problem: Problem) -> Tensor:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from mxquant.formats.block import dequantize_blocks, quantize_blocks
 from mxquant.formats.spec import FORMATS
+from mxquant.kernels.launch import cached_launch, next_power_of_2
 from mxquant.kernels.triton_numerics import e8m0_from_amax, e8m0_reciprocal, fp32_bits, round_to_element
 
 _MXFP4 = FORMATS["mxfp4"]
@@ -42,7 +43,7 @@ def fold_activation(x: Tensor, scale_mode: str, *, permute: bool) -> tuple[Tenso
     values = torch.empty(m, k, dtype=torch.float8_e5m2, device=x.device)
     row_scale = torch.empty(m, 1, dtype=torch.float32, device=x.device)
     unfit = torch.empty(m, dtype=torch.int32, device=x.device)
-    block_k = triton.next_power_of_2(k)
+    block_k = next_power_of_2(k)
     in_registers = block_k <= _LONGEST_IN_REGISTERS
     if not in_registers:
         block_k = 4096
@@ -125,6 +126,7 @@ def _store_folded(
     tl.store(values + column, tl.reshape(folded, (BLOCK_K,)), mask=column < K)
 
 
+@cached_launch
 @triton.jit
 def _fold_activation_kernel(
     x: tl.tensor,

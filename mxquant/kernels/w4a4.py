@@ -23,6 +23,7 @@ from torch import Tensor
 from mxquant.formats.element import element_values
 from mxquant.formats.spec import ELEMENT_FORMATS
 from mxquant.kernels.fold import quantize_mxfp4, row_factor
+from mxquant.kernels.launch import cached_launch, cdiv
 from mxquant.kernels.triton_numerics import e8m0_to_float, fp32_bits
 
 # What the row's largest block exponent becomes in E5M2 (`multiply_few`) and in E4M3 (`expand`): 6 x 2^6 <= 448.
@@ -64,7 +65,7 @@ def multiply_few(
     (m, k), device = x_MK.shape, x_MK.device
     shape = next((shape for shape in _SHAPES if m <= shape.rows_M), _SHAPES[-1])
     tiles = shape.tiles_N if n % (64 * shape.tiles_N) == 0 else 1
-    programs, row_tiles = n // (64 * tiles), triton.cdiv(m, shape.rows_M)
+    programs, row_tiles = n // (64 * tiles), cdiv(m, shape.rows_M)
     split = _split(programs * row_tiles, k // _COLUMNS, shape.programs)
     y = torch.empty(m, n, dtype=dtype, device=device)
     partial = y if split == 1 else torch.empty(split, m, n, dtype=torch.float32, device=device)
@@ -75,12 +76,13 @@ def multiply_few(
         HAS_BIAS=bias_N is not None and split == 1, MODE=scale_mode, num_warps=4, num_stages=3,
     )  # fmt: skip
     if split > 1:
-        _add_parts_kernel[(triton.cdiv(n, 512), m)](
+        _add_parts_kernel[(cdiv(n, 512), m)](
             partial, bias, y, m * n, n, SPLIT=split, HAS_BIAS=bias_N is not None, BLOCK=512
         )
     return y
 
 
+@functools.lru_cache(maxsize=4096)
 def _split(programs: int, steps: int, enough: int) -> int:
     """Into how many parts K is split, a divisor of its steps; they are added up in a fixed order."""
     wanted = max(1, enough // programs)
@@ -123,6 +125,7 @@ def _decode_tile(packed: tl.tensor, four: tl.tensor, TILES: tl.constexpr, CHUNKS
     return tl.reshape(tl.permute(w, (0, 3, 2, 4, 1, 6, 8, 5, 7)), (64 * TILES, 128 * CHUNKS))
 
 
+@cached_launch
 @triton.jit
 def _multiply_few_kernel(
     words: tl.tensor,
@@ -186,6 +189,7 @@ def _multiply_few_kernel(
     tl.store(y + m[None, :].to(tl.int64) * N + n[:, None], total.to(y.dtype.element_ty), mask=inside[None, :])
 
 
+@cached_launch
 @triton.jit
 def _add_parts_kernel(
     partial: tl.tensor,
@@ -310,6 +314,7 @@ def _decode_words(word: tl.tensor, low: tl.tensor, high: tl.tensor) -> tuple[tl.
     )
 
 
+@cached_launch
 @triton.jit
 def _expand_kernel(
     words32: tl.tensor,
@@ -355,12 +360,13 @@ def repair(
         y_MN: the product so far; x_MK: its input before quantization; unfit_M: the marks of `fold_activation`.
     """
     (m, n), k = y_MN.shape, x_MK.shape[1]
-    _repair_kernel[(n // 64, triton.cdiv(m, _REPAIR_ROWS))](
+    _repair_kernel[(n // 64, cdiv(m, _REPAIR_ROWS))](
         y_MN, x_MK, words.view(torch.int32), bytes_, y_MN if bias_N is None else bias_N, unfit_M, m, n, k,
         x_MK.stride(0), ROWS=_REPAIR_ROWS, MODE=scale_mode, HAS_BIAS=bias_N is not None,
     )  # fmt: skip
 
 
+@cached_launch
 @triton.jit
 def _repair_kernel(
     y: tl.tensor,
