@@ -16,6 +16,7 @@ from torch import Tensor
 from mxquant.formats.convert import to_fp32
 from mxquant.formats.scale import nvfp4_per_tensor_scale
 from mxquant.formats.spec import Format, resolve_scale_mode
+from mxquant.kernels.launch import cached_launch, cdiv, next_power_of_2
 from mxquant.kernels.triton_numerics import (
     divide_blocks,
     e4m3_from_amax,
@@ -96,9 +97,9 @@ def _launch(
     if fmt.element.bits == 6 and pitch % 2 == 0:
         qdata, pitch = qdata.view(torch.int16), pitch // 2
     tile = _tile(rows, length, strides, fmt.block_size)
-    tiles_per_row = triton.cdiv(length, tile.columns)
+    tiles_per_row = cdiv(length, tile.columns)
     with torch.cuda.device_of(x):
-        _quantize_kernel[(triton.cdiv(rows, tile.rows) * tiles_per_row,)](
+        _quantize_kernel[(cdiv(rows, tile.rows) * tiles_per_row,)](
             x,
             qdata,
             scale,
@@ -122,15 +123,16 @@ def _launch(
 
 
 def _tile(rows: int, length: int, strides: tuple[int, ...], block: int) -> Tile:
-    blocks = triton.next_power_of_2(triton.cdiv(length, block)) * block
+    blocks = next_power_of_2(cdiv(length, block)) * block
     if strides[0] == 1 and rows > 1:
         columns = min(blocks, _ACROSS_ROWS.columns)
         return Tile(_ACROSS_ROWS.rows, columns, _ACROSS_ROWS.warps)
     elements = _LARGE if rows * length >= _LARGE * _TILES_WANTED else _SMALL
     columns = min(blocks, elements)
-    return Tile(min(triton.next_power_of_2(rows), elements // columns), columns, 4)
+    return Tile(min(next_power_of_2(rows), elements // columns), columns, 4)
 
 
+@cached_launch
 @triton.jit(do_not_specialize=["rows", "tiles_per_row"])
 def _quantize_kernel(
     x_ptr: tl.tensor,

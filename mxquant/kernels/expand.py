@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mxquant.formats.spec import Format
+from mxquant.kernels.launch import cached_launch, cdiv, next_power_of_2
 from mxquant.kernels.triton_numerics import (
     DTYPES,
     decode,
@@ -45,12 +46,12 @@ def dequantize(
         return values
     source = _as_words(qdata, fmt.element.bits)
     threads = 32 * _WARPS
-    units = triton.cdiv(block_offset + length, _UNIT)
-    columns = min(threads, triton.next_power_of_2(units))
-    steps = min(_STEPS, triton.cdiv(units, columns))
-    tiles_per_row = triton.cdiv(units, columns * steps)
+    units = cdiv(block_offset + length, _UNIT)
+    columns = min(threads, next_power_of_2(units))
+    steps = min(_STEPS, cdiv(units, columns))
+    tiles_per_row = cdiv(units, columns * steps)
     with torch.cuda.device_of(qdata):
-        _dequantize_kernel[(triton.cdiv(rows, threads // columns) * tiles_per_row,)](
+        _dequantize_kernel[(cdiv(rows, threads // columns) * tiles_per_row,)](
             source,
             scale,
             values,
@@ -84,6 +85,7 @@ def _as_words(qdata: Tensor, bits: int) -> Tensor:
     return qdata.view({4: torch.int32, 2: torch.int16, 1: torch.uint8}[width])
 
 
+@cached_launch
 @triton.jit(do_not_specialize=["rows", "tiles_per_row"])
 def _dequantize_kernel(
     source_ptr: tl.tensor,

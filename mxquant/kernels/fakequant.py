@@ -12,6 +12,7 @@ from torch import Tensor
 
 from mxquant.formats.convert import to_fp32
 from mxquant.formats.spec import ELEMENT_FORMATS, Format
+from mxquant.kernels.launch import cached_launch, cdiv, next_power_of_2
 from mxquant.kernels.triton_numerics import (
     DTYPES,
     e4m3_from_amax,
@@ -74,13 +75,13 @@ def _launch(
 ) -> None:
     """Write `values`, and `outer` if `dynamic`, where a tile is as wide as a row."""
     rows, length = x.shape
-    columns = max(triton.next_power_of_2(length), fmt.block_size or 1)
+    columns = max(next_power_of_2(length), fmt.block_size or 1)
     if not dynamic:
         columns = min(columns, _TILE)
-    tile_rows = max(1, min(triton.next_power_of_2(rows), _TILE // columns))
-    tiles_per_row = triton.cdiv(length, columns)
+    tile_rows = max(1, min(next_power_of_2(rows), _TILE // columns))
+    tiles_per_row = cdiv(length, columns)
     with torch.cuda.device_of(x):
-        _quantize_dequantize_kernel[(triton.cdiv(rows, tile_rows) * tiles_per_row,)](
+        _quantize_dequantize_kernel[(cdiv(rows, tile_rows) * tiles_per_row,)](
             x,
             values,
             outer,
@@ -102,6 +103,7 @@ def _launch(
         )
 
 
+@cached_launch
 @triton.jit(do_not_specialize=["rows", "tiles_per_row"])
 def _quantize_dequantize_kernel(
     x_ptr: tl.tensor,
@@ -176,6 +178,7 @@ def _row_scale(amax_bits: tl.tensor, DIVISOR: tl.constexpr) -> tl.tensor:
     return tl.where(amax_bits < 0x7F800000, scale, float("nan"))
 
 
+@cached_launch
 @triton.jit
 def _row_scale_kernel(
     x_ptr: tl.tensor,

@@ -27,12 +27,12 @@ def describe(
         device: to ask about another device than the weight's, where it would be prepared anew.
     """
     # While a graph is traced the sizes may be symbolic: a choice of backend specializes on them.
-    *_, n, k = (int(size) for size in physical_shape(weight))
+    n, k = map(int, physical_shape(weight)[-2:])
     metadata = weight.metadata
     blocked = contraction == "blocked"
     here = weight.qdata.device
     device = here if device is None else device
-    return Problem(
+    return _one_problem(
         weight=metadata.format,
         activation=metadata.activation if blocked else None,
         activation_scale_mode=metadata.activation_scale_mode if blocked else None,
@@ -46,6 +46,10 @@ def describe(
         contraction=contraction,
         layout=metadata.layout if device == here else ANY_LAYOUT,
     )
+
+
+# Equal problems are one object, made once: it takes most of the time of a description, at every matmul.
+_one_problem = functools.lru_cache(maxsize=4096)(Problem)
 
 
 @functools.cache

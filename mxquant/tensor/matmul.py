@@ -105,8 +105,10 @@ def _run(
     """The product on real tensors; `weight` is in the layout of the backend."""
     width = problem.out_features if problem.contraction == "blocked" else problem.in_features
     if weight.dim() == 2:
-        rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
-        return backend.matmul(rows, _one_scale(weight.operand), bias, problem).view(*x.shape[:-1], width)
+        lead = x.shape[:-1]
+        rows = x if len(lead) == 1 else x.reshape(math.prod(lead), x.shape[-1])
+        y = backend.matmul(rows, _one_scale(weight.operand), bias, problem)
+        return y if rows is x else y.view(*lead, width)
     experts = [_one_scale(_expert(weight, index)) for index in range(weight.shape[0])]
     if offsets is None:
         y = x.new_empty(*x.shape[:-1], width)

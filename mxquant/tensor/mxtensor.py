@@ -312,11 +312,12 @@ class MXTensor(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in _FUNCTIONS and not torch.compiler.is_compiling():
-            result = _FUNCTIONS[func](*args, **kwargs)
-            if result is not NotImplemented:
-                return result
+        # Around the short cut too: it reads many properties, and each would come back here.
         with torch._C.DisableTorchFunctionSubclass():
+            if func in _FUNCTIONS and not torch.compiler.is_compiling():
+                result = _FUNCTIONS[func](*args, **kwargs)
+                if result is not NotImplemented:
+                    return result
             return func(*args, **kwargs)
 
     @classmethod

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from mxquant import MXTensor
 from mxquant.formats import get_format
+from mxquant.tensor.choose import describe
 
 PAIRS = [("mxfp4", None), ("mxfp4", "mxfp4"), ("mxfp6_e2m3", "mxfp6_e2m3"), ("mxfp8_e4m3", "mxfp8_e4m3"),
          ("nvfp4", "nvfp4"), ("nvfp4", None), ("mxfp4", "fp8_e4m3")]  # fmt: skip
@@ -179,3 +180,28 @@ def test_a_weight_blocked_along_its_outputs(format: str, axis: int) -> None:
     w, x = torch.randn(40, 12), torch.randn(3, 12)
     weight = quantized(w, format, format, axis=axis)
     assert_product(F.linear(x, weight), x.double(), decode64(weight.t()).mT)
+
+
+# What an eager call does once only, for the host's time
+
+
+def test_an_eager_linear_passes_the_subclass_protocol_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each property read on the weight would otherwise be a call of its own."""
+    x, weight = torch.randn(3, 64), quantized(torch.randn(6, 64), "mxfp4", "mxfp4")
+    calls: list[object] = []
+    original = MXTensor.__torch_function__.__func__  # type: ignore[attr-defined]
+
+    def counting(cls: type, func: object, *rest: object) -> object:
+        calls.append(func)
+        return original(cls, func, *rest)
+
+    monkeypatch.setattr(MXTensor, "__torch_function__", classmethod(counting))
+    F.linear(x, weight)
+    assert calls == [F.linear]
+
+
+def test_equal_problems_are_one_object() -> None:
+    one, other = (quantized(torch.randn(6, 64), "mxfp4", "mxfp4") for _ in range(2))
+    assert describe(one) is describe(other)
+    assert describe(one, torch.float16) is not describe(one)
+    assert describe(one.with_activation("nvfp4", scale=torch.ones(()))) != describe(one.with_activation("nvfp4"))

@@ -1,0 +1,171 @@
+"""What does one eager call of a quantized linear cost the host, and where does that time go?
+
+    python benchmarks/host_overhead.py
+    python benchmarks/host_overhead.py --rows 16 --shape 8192 8192
+
+Microseconds until the call returns, before the GPU has done anything: best of several rounds, between which the GPU is
+waited for. Each Triton kernel of a call is launched alone, too, as mxquant does and as Triton does. With `--device cpu`
+there are none, and the emulated product is part of the time.
+"""
+
+import argparse
+import contextlib
+import functools
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from record import Record
+from torch import Tensor, nn
+
+from mxquant import MXFP4Config, explain, quantize_, register_backend
+from mxquant.backends import Backend, Operand, Problem, get_backend, unregister_backend
+from mxquant.tensor.choose import describe
+from mxquant.tensor.matmul import product
+
+CONFIGS = {"W4A4": MXFP4Config(), "W4A16": MXFP4Config(activation=None)}
+
+
+def host_microseconds(call: Callable[[], object], calls: int = 200, rounds: int = 15) -> float:
+    """Few enough calls a round that none waits for room in the GPU's queue."""
+    best = float("inf")
+    for _ in range(rounds):
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(calls):
+            call()
+        best = min(best, (time.perf_counter() - start) / calls)
+    return round(best * 1e6, 2)
+
+
+class DoNothing(Backend):
+    """What is left of a call is what every backend pays."""
+
+    name = "do_nothing"
+    result = torch.empty(0)
+
+    def reject(self, problem: Problem) -> str | None:
+        return None
+
+    def matmul(self, x: Tensor, weight: Operand, bias: Tensor | None, problem: Problem) -> Tensor:
+        return self.result
+
+
+@contextlib.contextmanager
+def launches_by(launch: Callable[..., object]) -> Iterator[None]:
+    """Every cached launch is made by `launch(kernel, grid, *arguments, **constants)` instead."""
+    from mxquant.kernels.launch import _CachedLaunch
+
+    original = _CachedLaunch._launch
+    _CachedLaunch._launch = launch  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        _CachedLaunch._launch = original  # type: ignore[method-assign]
+
+
+def launches_of(call: Callable[[], object]) -> list[tuple[Any, ...]]:
+    """The cached launches that a call makes: kernel, grid, arguments, constants."""
+    made: list[tuple[Any, ...]] = []
+
+    def note(kernel: Any, grid: Any, /, *arguments: Any, **constants: Any) -> None:
+        made.append((kernel, grid, arguments, constants))
+        kernel.ordinary[grid](*arguments, **constants)
+
+    with launches_by(note):
+        call()
+    return made
+
+
+def ordinary(kernel: Any, grid: Any, /, *arguments: Any, **constants: Any) -> None:
+    kernel.ordinary[grid](*arguments, **constants)
+
+
+class Report:
+    """Prints each figure as it is measured, and keeps it."""
+
+    def __init__(self, record: Record) -> None:
+        self.record = record
+
+    def __call__(self, version: str, part: str, call: Callable[[], object]) -> float:
+        taken = host_microseconds(call)
+        print(f"{version:8} {part:44} {taken:8.2f} us", flush=True)
+        self.record.results.append({"version": version, "part": part, "us": taken})
+        return taken
+
+
+def measure(name: str, layer: nn.Linear, x: Tensor, report: Report, triton: bool) -> float:
+    weight = layer.weight
+    backend = get_backend(explain(layer).chosen)
+    problem, operand, rows = describe(weight, x.dtype), weight.operand, x.reshape(-1, x.shape[-1])
+    total = report(name, f"layer(x), backend {backend.name}", lambda: layer(x))
+    report(name, "  F.linear", lambda: F.linear(x, weight))
+    with torch._C.DisableTorchFunctionSubclass():
+        report(name, "    product", lambda: product(x, weight, -1))
+        report(name, "      describe", lambda: describe(weight, x.dtype))
+    report(name, "      backend.matmul", lambda: backend.matmul(rows, operand, None, problem))
+    if not triton:
+        return total
+    with launches_by(ordinary):
+        report(name, "layer(x), launched as Triton does", lambda: layer(x))
+    for kernel, grid, arguments, constants in launches_of(lambda: layer(x)):
+        for way, launch in (("", type(kernel)._launch), (", as Triton does", ordinary)):
+            call = functools.partial(launch, kernel, grid, *arguments, **constants)
+            report(name, f"  {kernel.ordinary.__name__}{way}", call)
+    return total
+
+
+def measure_parts(x: Tensor, n: int, report: Report) -> None:
+    """Of torch, what a call is made of."""
+    words = torch.empty(1024, dtype=torch.uint8, device=x.device)
+    module = nn.Identity()
+    report("torch", "an empty nn.Module's call", lambda: module(x))
+    report("torch", "torch.empty", lambda: torch.empty(x.shape[0], n, dtype=x.dtype, device=x.device))
+    report("torch", "view as int32", lambda: words.view(torch.int32))
+    report("torch", "reshape to the same shape", lambda: x.reshape(x.shape))
+
+    def change_device() -> None:
+        with torch.cuda.device_of(x):
+            pass
+
+    report("torch", "torch.cuda.device_of", change_device)
+
+
+@torch.no_grad()
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=int, default=1)
+    parser.add_argument("--shape", type=int, nargs=2, default=(4096, 4096), metavar=("N", "K"))
+    parser.add_argument("--device", default="cuda")
+    arguments = parser.parse_args(argv)
+    (n, k), device = arguments.shape, torch.device(arguments.device)
+    record = Record("host_overhead", "host time of one eager call of a linear", "best of rounds of 200 calls, no_grad")
+    report = Report(record)
+
+    def linear(config: MXFP4Config | None) -> nn.Linear:
+        layer = nn.Linear(k, n, bias=False, device=device, dtype=torch.bfloat16).requires_grad_(False)
+        if config is not None:
+            quantize_(layer, config)
+        return layer
+
+    x = torch.randn(arguments.rows, k, device=device, dtype=torch.bfloat16)
+    plain = linear(None)
+    totals = {"bf16": report("bf16", "layer(x)", lambda: plain(x))}
+    for name, config in CONFIGS.items():
+        totals[name] = measure(name, linear(config), x, report, device.type == "cuda")
+    DoNothing.result = torch.empty(arguments.rows, n, device=device, dtype=torch.bfloat16)
+    register_backend(DoNothing)
+    layer = linear(MXFP4Config(backend=DoNothing.name))
+    report("W4A4", "layer(x), of a backend that does nothing", lambda: layer(x))
+    unregister_backend(DoNothing.name)
+    measure_parts(x, n, report)
+    for name in CONFIGS:
+        record.goal(f"{name}, M={arguments.rows}: host us", totals[name], at_most=30)
+    record.save()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,168 @@
+"""Cached launches on a GPU give what ordinary ones give: off alignment, at sizes 1 and odd, on streams, in graphs."""
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from mxquant import MXFP4Config, quantize_
+
+triton = pytest.importorskip("triton")
+import triton.language as tl  # noqa: E402
+
+from mxquant.kernels.launch import cached_launch  # noqa: E402
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available() or torch.version.hip is not None, reason="needs an NVIDIA GPU"),
+]
+
+
+@triton.jit
+def _scale_and_add(
+    x: tl.tensor,
+    bias: tl.tensor,
+    out: tl.tensor,
+    rows: tl.tensor,
+    columns: tl.tensor,
+    row_stride: tl.tensor,
+    column_stride: tl.tensor,
+    factor: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    row = tl.program_id(1).to(tl.int64)
+    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = (column < columns) & (row < rows)
+    value = tl.load(x + row * row_stride + column * column_stride, mask=inside, other=0).to(tl.float32) * factor
+    if bias is not None:
+        value += tl.load(bias + column, mask=inside, other=0).to(tl.float32)
+    tl.store(out + row * columns + column, value.to(out.dtype.element_ty), mask=inside)
+
+
+_cached = cached_launch(_scale_and_add)
+
+
+def launch(kernel: Any, x: Tensor, bias: Tensor | None, factor: int = 3) -> Tensor:
+    rows, columns = x.shape
+    out = torch.empty(rows, columns, dtype=x.dtype, device=x.device)
+    kernel[(triton.cdiv(columns, 64), rows)](x, bias, out, rows, columns, *x.stride(), factor=factor, BLOCK=64)
+    return out
+
+
+def ordinary_launches(monkeypatch: pytest.MonkeyPatch) -> list[None]:
+    """Grows by one at each launch that goes Triton's own way."""
+    count: list[None] = []
+    run = _scale_and_add.run
+
+    def counting(*arguments: Any, **options: Any) -> Any:
+        count.append(None)
+        return run(*arguments, **options)
+
+    monkeypatch.setattr(_scale_and_add, "run", counting)
+    return count
+
+
+SIZES = [1, 2, 15, 16, 17, 64, 100, 128]
+
+
+def test_it_is_a_cached_launch() -> None:
+    assert _cached is not _scale_and_add
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sizes_alignments_and_strides(dtype: torch.dtype) -> None:
+    memory = torch.randn(40000, device="cuda").to(dtype)
+    for _, rows, columns in itertools.product(range(2), (1, 3, 16), SIZES):
+        for offset, bias_offset, step in itertools.product((0, 1, 64), (None, 0, 1), (1, 2)):
+            x = memory[offset : offset + rows * columns * step].view(rows, columns * step)[:, ::step]
+            bias = None if bias_offset is None else memory[bias_offset : bias_offset + columns]
+            expected = x.float() * 3 + (0 if bias is None else bias.float())
+            got = launch(_cached, x, bias)
+            assert torch.equal(got, launch(_scale_and_add, x, bias))
+            assert torch.allclose(got.float(), expected, rtol=2**-7, atol=1e-5)
+
+
+def test_the_second_launch_is_cached_and_a_misaligned_one_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = torch.randn(1024, device="cuda")
+    x, misaligned = memory[:640].view(10, 64), memory[1:641].view(10, 64)
+    launch(_cached, x, None)
+    count = ordinary_launches(monkeypatch)
+    for _ in range(3):
+        launch(_cached, x, None)
+    assert len(count) == 0
+    launch(_cached, misaligned, None)
+    assert len(count) == 1
+
+
+def test_the_current_stream() -> None:
+    """The other stream is held up; what is launched on it must come after."""
+    x, late = torch.ones(4, 64, device="cuda"), torch.zeros(4, 64, device="cuda")
+    launch(_cached, x, None)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(100_000_000)
+        late.copy_(x)
+        y = launch(_cached, late, None)
+    torch.cuda.synchronize()
+    assert (y == 3).all()
+
+
+def test_in_a_captured_graph() -> None:
+    x = torch.ones(4, 64, device="cuda")
+    launch(_cached, x, x[0])
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = launch(_cached, x, x[0])
+    for value in (2.0, 5.0):
+        x.fill_(value)
+        graph.replay()
+        assert (y == 4 * value).all()
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_a_second_device() -> None:
+    for index in (0, 1, 0, 1):
+        with torch.cuda.device(index):
+            x = torch.randn(3, 64, device=f"cuda:{index}")
+            assert torch.equal(launch(_cached, x, None), x * 3)
+
+
+def test_a_tensor_that_is_not_on_the_gpu_is_refused() -> None:
+    x, bias = torch.ones(4, 64, device="cuda"), torch.ones(64, device="cuda")
+    launch(_cached, x, bias)
+    with pytest.raises(ValueError, match="cannot be accessed from Triton"):
+        launch(_cached, x, bias.cpu())
+    assert (launch(_cached, x, bias) == 4).all()
+
+
+def test_launch_hooks_hear_of_it() -> None:
+    x, names = torch.ones(4, 64, device="cuda"), []
+    launch(_cached, x, None)
+    hook: Callable[[Any], None] = lambda data: names.append(data.get()["name"])  # noqa: E731
+    triton.knobs.runtime.launch_enter_hook.add(hook)
+    try:
+        launch(_cached, x, None)
+    finally:
+        triton.knobs.runtime.launch_enter_hook.remove(hook)
+    launch(_cached, x, None)
+    assert names == ["_scale_and_add"]
+
+
+@pytest.mark.parametrize("rows", [1, 17, 300])
+@pytest.mark.parametrize("activation", ["same", None])
+def test_a_linear_is_the_same_at_every_call(activation: str | None, rows: int) -> None:
+    """The first call launches the ordinary way, others do not; an odd address of the input changes nothing."""
+    layer = nn.Linear(512, 384, device="cuda", dtype=torch.bfloat16).requires_grad_(False)
+    quantize_(layer, MXFP4Config(activation=activation))
+    memory = torch.randn(rows * 512 + 1, device="cuda").bfloat16()
+    misaligned = memory[1:].view(rows, 512)
+    x = misaligned.clone()
+    first = layer(x)
+    # Weight-only, the input goes to cuBLAS, which may add up in another order where it is misaligned.
+    for given in (x, x, x if activation is None else misaligned, x):
+        assert torch.equal(layer(given), first)
