@@ -40,6 +40,9 @@ class FP8(Backend):
     def reject(self, problem: Problem) -> str | None:
         if problem.capability is None:
             return f"needs an NVIDIA GPU, this is {problem.device.type}"
+        # ROCm counts its architectures as capabilities, too: gfx90a is its 9.0.
+        if torch.version.hip is not None:
+            return "needs an NVIDIA GPU, this is one of AMD's"
         if problem.capability != (9, 0):
             return "needs compute capability 9.0 (Hopper), this is {}.{}".format(*problem.capability)
         if not has_triton():
@@ -56,7 +59,11 @@ class FP8(Backend):
         # Imported here: it imports triton, which is not everywhere.
         from mxquant.kernels.w4a4 import MOST_ROWS
 
+        if x.shape[0] == 0:
+            return x.new_empty(0, problem.out_features)
+        # The kernels walk along rows of x and along the bias; how far apart rows are is theirs to know.
         x = x if x.stride(-1) == 1 else x.contiguous()
+        bias = None if bias is None else bias.contiguous()
         with torch.cuda.device_of(x):
             return (_multiply_few if x.shape[0] <= MOST_ROWS else _multiply_many)(x, weight, bias, problem)
 
