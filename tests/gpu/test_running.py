@@ -18,8 +18,8 @@ pytestmark = needs_gpu
 
 # One of each way that a tensor-core backend has: tiles of 16 and of 128 rows, two of those, and expansion.
 ROWS = [1, 100, 200, 300]
-# Clock cycles, some 50 ms: longer than it takes to launch what follows, which does not wait for it.
-A_WHILE = 100_000_000
+# Clock cycles, some 200 ms: longer than it takes to launch what follows, also where other processes share the GPU.
+A_WHILE = 400_000_000
 
 
 def layer(case: Case, device: torch.device) -> tuple[Tensor, MXTensor, Tensor]:
@@ -56,6 +56,9 @@ def test_on_a_stream_of_its_own(case: Case, rows: int, device: torch.device) -> 
     x = x[:rows]
     expected = F.linear(x, weight, bias)
     late, side = torch.full_like(x, torch.nan), torch.cuda.Stream(device)
+    torch.cuda.synchronize(device)
+    with torch.cuda.stream(side):
+        F.linear(late, weight, bias)  # what cuBLAS sets up for each stream
     torch.cuda.synchronize(device)
     with torch.cuda.stream(side):
         torch.cuda._sleep(A_WHILE)
@@ -142,19 +145,18 @@ def test_a_compilation_is_noticed(device: torch.device, triton_compilations: lis
 
 
 @pytest.mark.parametrize("case", [*ONE_CASE_A_PATH[:4], *EMULATION_CASES[:1]])
-def test_compiled_once_for_every_number_of_rows(
-    case: Case, device: torch.device, triton_compilations: list[str]
-) -> None:
+def test_compiled_for_every_number_of_rows(case: Case, device: torch.device, triton_compilations: list[str]) -> None:
     torch._dynamo.reset()
     model = case.model(device)
-    compiled = torch.compile(model, fullgraph=True, dynamic=True)
+    compiled = torch.compile(model, fullgraph=True)
     batches = [torch.randn(rows, case.shape[1], device=device).bfloat16() for rows in (300, 16, 17, 100, 200, 256, 299)]
     with torch.no_grad():
         expected = [model(x) for x in batches]
-        assert torch.equal(compiled(batches[0]), expected[0])
+        # Once for the first size, once for all others.
+        assert all(torch.equal(compiled(x), y) for x, y in zip(batches[:2], expected))
         triton_compilations.clear()
         with torch._dynamo.config.patch(error_on_recompile=True):
-            for x, y in zip(batches[1:], expected[1:]):
+            for x, y in zip(batches[2:], expected[2:]):
                 assert torch.equal(compiled(x), y)
     ours = [name for name in triton_compilations if not name.startswith("triton_")]
     assert ours == [], "only what inductor made may be specialized again"
@@ -240,9 +242,13 @@ def test_deterministic_algorithms(case: Case, device: torch.device) -> None:
         expected = F.linear(x[:rows], weight, bias)
         with deterministic_algorithms():
             results = [F.linear(x[:rows], weight, bias) for _ in range(3)]
-            again = case.weight(weight.dequantize())
         assert all(torch.equal(y, expected) for y in results)
-        assert torch.equal(again.dequantize(), weight.dequantize())
+    values = weight.dequantize()
+    once = case.weight(values)
+    with deterministic_algorithms():
+        again = case.weight(values)
+    assert torch.equal(again.qdata, once.qdata)
+    assert torch.equal(again.scale, once.scale)
 
 
 @pytest.mark.parametrize("case", CASES)
