@@ -32,6 +32,10 @@ def quantize_(
 ) -> None:
     """Quantize the weights of a model in place. The whole model is validated before anything changes.
 
+    What cannot be foreseen (memory runs out, a backend's own code fails) stops it between two weights: each weight is
+    either quantized wherever it is registered or as it was, and a line in the log says where it stopped and how to go
+    on. Earlier weights are not restored: each original is freed as soon as it is replaced.
+
     Every `nn.Linear` is quantized but MoE routers and output embeddings, unless `config` says otherwise; the module
     `mxquant.select` explains the keys of a mapping. Stacked experts stay as they are, with a warning. Quantized weights
     are frozen. Tied weights are quantized once and stay tied. `summary(model)` tells what is skipped, and why.
@@ -58,8 +62,8 @@ def quantize_(
     for target in plan.targets:
         check_weight(target.name, target.parameter, target.config, device)
     _warn_of_experts(plan.skips)
-    _record_skips(plan)
     _swap(plan.targets, device)
+    _record_skips(plan)
 
 
 def dequantize_(model: nn.Module) -> None:
@@ -192,15 +196,19 @@ def _check_backend(name: str, weight: Tensor, config: _MXConfig, device: torch.d
 
 
 def replace_weight(target: Target, device: torch.device | None = None) -> None:
-    """Quantize one checked weight, wherever it is registered; with `device`, the biases beside it move there too."""
+    """Quantize one checked weight, wherever it is registered; with `device`, the biases beside it move there too.
+
+    Whatever can fail comes before the first change.
+    """
     multiplies = any(site.kind != "embedding" for site in target.sites)
     quantized = quantize_parameter(target.parameter, target.config, device, weight_only=not multiplies)
+    biases = [bias for site in target.sites if (bias := site.module._parameters.get("bias")) is not None]
+    moved = [] if device is None else [(bias, bias.data.to(device)) for bias in biases]
     for site in target.sites:
         site.module.register_parameter(site.attribute, quantized)
         site.module.__dict__.pop(SKIP_REASON, None)
-        bias = site.module._parameters.get("bias")
-        if device is not None and bias is not None:
-            bias.data = bias.data.to(device)
+    for bias, data in moved:
+        bias.data = data
 
 
 def _swap(targets: list[Target], device: torch.device | None) -> None:
@@ -208,8 +216,19 @@ def _swap(targets: list[Target], device: torch.device | None) -> None:
     from tqdm.auto import tqdm
 
     targets.reverse()
-    for _ in tqdm(range(len(targets)), desc="quantizing", unit="weight", delay=1, leave=False):
-        replace_weight(targets.pop(), device)
+    for done in tqdm(range(total := len(targets)), desc="quantizing", unit="weight", delay=1, leave=False):
+        name = targets[-1].name
+        try:
+            replace_weight(targets.pop(), device)
+        except BaseException:
+            _logger.error(
+                "quantize_ stopped at %s: %d of %d weights are quantized, the others are as they were. To go on with "
+                "those: filter_fn=lambda module, name: not isinstance(module.weight, mxquant.MXTensor)",
+                name,
+                done,
+                total,
+            )
+            raise
 
 
 def _record_skips(plan: Plan) -> None:

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mxquant import MXTensor
 from mxquant.backends import Backend, Operand, Problem
 
 
@@ -37,6 +38,8 @@ def snapshot(model: nn.Module) -> dict[str, tuple[Any, ...]]:
     def contents(tensor: Tensor) -> bytes:
         if tensor.is_meta or tensor.is_sparse:
             return b""
+        if isinstance(tensor, MXTensor):
+            return b"".join(contents(inner) for inner in tensor.operand if inner is not None)
         return bytes(tensor.detach().clone().contiguous().view(torch.uint8).flatten().tolist())
 
     tensors = {name: (id(t), type(t), t.requires_grad, contents(t)) for name, t in model.named_parameters()}

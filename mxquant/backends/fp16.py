@@ -38,30 +38,31 @@ class FP16(Backend):
 
     def matmul(self, x: Tensor, weight: Operand, bias: Tensor | None, problem: Problem) -> Tensor:
         x = x if x.stride(-1) == 1 else x.contiguous()
+        bias = None if bias is None else bias.contiguous()
         with torch.cuda.device_of(x):
             if problem.contraction == "unblocked":
                 return _multiply_unblocked(x, weight, bias, problem)
-            return (_multiply_few if x.shape[0] <= _FEW else _multiply_many)(x, weight, bias, problem)
+            return (_multiply_few if 0 < x.shape[0] <= _FEW else _multiply_many)(x, weight, bias, problem)
 
 
 def _multiply_few(x: Tensor, weight: Operand, bias: Tensor | None, problem: Problem) -> Tensor:
-    # Imported here, as below: they import triton, which is not everywhere.
-    from mxquant.kernels.fold import fold_bfloat16
-    from mxquant.kernels.tiled_matmul import multiply_few
+    # Imported here, as below: they import triton, which is not everywhere. `from` would take several times as long.
+    import mxquant.kernels.fold as fold
+    import mxquant.kernels.tiled_matmul as tiled
 
-    folded = fold_bfloat16(x)
-    return multiply_few(folded, x, weight.qdata, weight.scale, bias, problem.out_features, None, problem.dtype)
+    folded = fold.fold_bfloat16(x)
+    return tiled.multiply_few(folded, x, weight.qdata, weight.scale, bias, problem.out_features, None, problem.dtype)
 
 
 def _multiply_many(x: Tensor, weight: Operand, bias: Tensor | None, problem: Problem) -> Tensor:
-    from mxquant.kernels.tiled_expand import expand_bfloat16
+    import mxquant.kernels.tiled_expand as tiled
 
     n, k = problem.out_features, problem.in_features
     y = torch.empty(x.shape[0], n, dtype=torch.bfloat16, device=x.device)
     step = max(1, _WORKSPACE // (k * ROWS))
     for tile in range(0, n // ROWS, step):
         tiles, rows = slice(tile, tile + step), slice(tile * ROWS, (tile + step) * ROWS)
-        w = expand_bfloat16(weight.qdata[tiles], weight.scale[tiles], k)
+        w = tiled.expand_bfloat16(weight.qdata[tiles], weight.scale[tiles], k)
         if bias is None:
             torch.mm(x, w.t(), out=y[:, rows])
         else:
@@ -70,7 +71,7 @@ def _multiply_many(x: Tensor, weight: Operand, bias: Tensor | None, problem: Pro
 
 
 def _multiply_unblocked(x: Tensor, weight: Operand, bias: Tensor | None, problem: Problem) -> Tensor:
-    from mxquant.kernels.tiled_expand import expand_bfloat16
+    import mxquant.kernels.tiled_expand as tiled
 
-    w = expand_bfloat16(weight.qdata, weight.scale, problem.in_features)
+    w = tiled.expand_bfloat16(weight.qdata, weight.scale, problem.in_features)
     return x @ w if bias is None else torch.addmm(bias.to(torch.bfloat16), x, w)

@@ -34,33 +34,32 @@ class FP8(Backend):
         return reject_shape(problem)
 
     def matmul(self, x: Tensor, weight: Operand, bias: Tensor | None, problem: Problem) -> Tensor:
+        if x.shape[0] == 0:
+            return x.new_empty(0, problem.out_features)
+        # The kernels walk along rows of x and along the bias; how far apart rows are is theirs to know.
         x = x if x.stride(-1) == 1 else x.contiguous()
+        bias = None if bias is None else bias.contiguous()
         with torch.cuda.device_of(x):
             return (_multiply_few if x.shape[0] <= _FEW else _multiply_many)(x, weight, bias, problem)
 
 
-def _scale_mode(problem: Problem) -> str:
-    assert problem.activation_scale_mode is not None, "MXFP4 activations have a scale mode"
-    return problem.activation_scale_mode
-
-
 def _multiply_few(x: Tensor, weight: Operand, bias: Tensor | None, problem: Problem) -> Tensor:
-    # Imported here, as below: they import triton, which is not everywhere.
-    from mxquant.kernels.fold import fold_activation
-    from mxquant.kernels.tiled_matmul import multiply_few
+    # Imported here, as below: they import triton, which is not everywhere. `from` would take several times as long.
+    import mxquant.kernels.fold as fold
+    import mxquant.kernels.tiled_matmul as tiled
 
-    mode = _scale_mode(problem)
-    folded = fold_activation(x, mode, permute=True)
-    return multiply_few(folded, x, weight.qdata, weight.scale, bias, problem.out_features, mode, problem.dtype)
+    mode = problem.activation_scale_mode
+    folded = fold.fold_activation(x, mode, permute=True)
+    return tiled.multiply_few(folded, x, weight.qdata, weight.scale, bias, problem.out_features, mode, problem.dtype)
 
 
 def _multiply_many(x: Tensor, weight: Operand, bias: Tensor | None, problem: Problem) -> Tensor:
-    from mxquant.kernels.fold import fold_activation
-    from mxquant.kernels.tiled_expand import expand_e4m3, repair
+    import mxquant.kernels.fold as fold
+    import mxquant.kernels.tiled_expand as tiled
 
-    mode = _scale_mode(problem)
-    values, factors, unfit = fold_activation(x, mode, permute=False)
-    w_values, w_factors = expand_e4m3(weight.qdata, weight.scale, problem.in_features)
+    mode = problem.activation_scale_mode
+    values, factors = fold.fold_activation(x, mode, permute=False)
+    w_values, w_factors = tiled.expand_e4m3(weight.qdata, weight.scale, problem.in_features)
     y = torch._scaled_mm(
         values,
         w_values.t(),
@@ -70,5 +69,5 @@ def _multiply_many(x: Tensor, weight: Operand, bias: Tensor | None, problem: Pro
         out_dtype=problem.dtype,
         use_fast_accum=False,
     )
-    repair(y, x, weight.qdata, weight.scale, bias, unfit, mode)
+    tiled.repair(y, x, weight.qdata, weight.scale, bias, factors, mode)
     return y

@@ -29,6 +29,9 @@ def reject_device(problem: Problem) -> str | None:
     """None where wgmma takes its first operand from registers and Triton is there."""
     if problem.capability is None:
         return f"needs an NVIDIA GPU, this is {problem.device.type}"
+    # ROCm counts its architectures as capabilities, too: gfx90a is its 9.0.
+    if torch.version.hip is not None:
+        return "needs an NVIDIA GPU, this is one of AMD's"
     if problem.capability != (9, 0):
         return "needs compute capability 9.0 (Hopper), this is {}.{}".format(*problem.capability)
     if not has_triton():

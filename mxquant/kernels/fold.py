@@ -2,11 +2,11 @@
 
 MXFP4 activations are quantized and folded into FP8: E2M1 x 2^s is exact in E5M2 for 29 consecutive exponents s, and in
 E4M3 for 15. So a row of MXFP4 blocks becomes a row of E5M2 values and one scale wherever the exponents of its blocks
-span at most 28; all-zero blocks do not count. Rows that span more are marked, never clamped silently: the matmul
+span at most 28; all-zero blocks do not count. Rows that span more get a scale of NaN, never a clamp: the matmul
 recomputes them.
 
 bf16 activations are folded into FP16: rows whose largest magnitude is brought below 2^15, where values down to 2^-32
-of it keep all their bits. Rows with smaller ones are marked likewise.
+of it keep all their bits. Rows with smaller ones get NaN likewise.
 
 For `tiled_matmul` the columns are permuted within each 128, as its registers hold the weight: in FP8, position
 32j + 16h + 4t + b holds column 32t + 8j + 4h + b; in FP16, position 32q + 16o + 8h + 2t + e holds column
@@ -24,6 +24,7 @@ from triton.language.extra.cuda import gdc_launch_dependents
 
 from mxquant.formats.block import dequantize_blocks, quantize_blocks
 from mxquant.formats.spec import FORMATS
+from mxquant.kernels.launch import cached_launch, cdiv, next_power_of_2
 from mxquant.kernels.triton_numerics import e8m0_from_amax, e8m0_reciprocal, fp32_bits, round_to_element
 
 _MXFP4 = FORMATS["mxfp4"]
@@ -36,10 +37,10 @@ _LONGEST_IN_REGISTERS = 16384
 
 
 def _padded(columns: int) -> int:
-    return triton.cdiv(columns, 128) * 128
+    return cdiv(columns, 128) * 128
 
 
-def fold_activation(x: Tensor, scale_mode: str, *, permute: bool) -> tuple[Tensor, Tensor, Tensor]:
+def fold_activation(x: Tensor, scale_mode: str | None, *, permute: bool) -> tuple[Tensor, Tensor]:
     """Quantize and fold rows.
 
     Args:
@@ -48,27 +49,25 @@ def fold_activation(x: Tensor, scale_mode: str, *, permute: bool) -> tuple[Tenso
         permute: permute the columns for `tiled_matmul`, with zeros up to a multiple of 128.
 
     Returns:
-        values, float8_e5m2 [M, K or wider]; row scales, fp32 [M, 1]; marks of rows that do not fit (span, Inf or NaN),
-        int32 [M].
+        values, float8_e5m2 [M, K or wider]; row scales, fp32 [M, 1], NaN of rows that do not fit (span, Inf or NaN).
     """
     m, k = x.shape
     width = _padded(k) if permute else k
     values = torch.empty(m, width, dtype=torch.float8_e5m2, device=x.device)
     row_scale = torch.empty(m, 1, dtype=torch.float32, device=x.device)
-    unfit = torch.empty(m, dtype=torch.int32, device=x.device)
-    block_k = triton.next_power_of_2(width)
+    block_k = next_power_of_2(width)
     in_registers = block_k <= _LONGEST_IN_REGISTERS
     if not in_registers:
         block_k = 4096
     _fold_activation_kernel[(m,)](
-        x, values, row_scale, unfit, k, width, x.stride(0), MODE=scale_mode, PERMUTE=permute,
+        x, values, row_scale, k, width, x.stride(0), MODE=scale_mode, PERMUTE=permute,
         BLOCK_K=block_k, IN_REGISTERS=in_registers, TOP=TOP, SPAN=SPAN, COMPILED=not INTERPRETED,
         num_warps=max(1, min(16, block_k // 512)),
     )  # fmt: skip
-    return values, row_scale, unfit
+    return values, row_scale
 
 
-def fold_activation_torch(x: Tensor, scale_mode: str, *, permute: bool) -> tuple[Tensor, Tensor, Tensor]:
+def fold_activation_torch(x: Tensor, scale_mode: str, *, permute: bool) -> tuple[Tensor, Tensor]:
     """The twin of `fold_activation`; rows that do not fit hold whatever the casts give."""
     m, k = x.shape
     qdata, scale = quantize_blocks(x, _MXFP4, scale_mode)
@@ -84,42 +83,41 @@ def fold_activation_torch(x: Tensor, scale_mode: str, *, permute: bool) -> tuple
         bits = F.pad(values.view(torch.uint8), (0, _padded(k) - k)).view(m, -1, 4, 4, 2, 4)
         values = bits.permute(0, 1, 3, 4, 2, 5).reshape(m, -1).view(torch.float8_e5m2)
     row_scale = torch.exp2((highest - TOP - 127).double()).float()
-    return values, row_scale, unfit.squeeze(1).int()
+    return values, row_scale.masked_fill(unfit, torch.nan)
 
 
-def fold_bfloat16(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def fold_bfloat16(x: Tensor) -> tuple[Tensor, Tensor]:
     """Fold rows that are not quantized, columns permuted for `tiled_matmul`.
 
     Args:
         x: bf16 [M, K], last axis contiguous.
 
     Returns:
-        values, float16 [M, K], with zeros up to a multiple of 128; row scales, fp32 [M, 1]; marks of rows that do not
-        fit, int32 [M].
+        values, float16 [M, K], with zeros up to a multiple of 128; row scales, fp32 [M, 1], NaN of rows that do not
+        fit.
     """
     m, k = x.shape
     width = _padded(k)
     values = torch.empty(m, width, dtype=torch.float16, device=x.device)
     row_scale = torch.empty(m, 1, dtype=torch.float32, device=x.device)
-    unfit = torch.empty(m, dtype=torch.int32, device=x.device)
-    block_k = min(triton.next_power_of_2(width), _LONGEST_IN_REGISTERS)
+    block_k = min(next_power_of_2(width), _LONGEST_IN_REGISTERS)
     _fold_bfloat16_kernel[(m,)](
-        x, values, row_scale, unfit, k, width, x.stride(0), BLOCK_K=block_k, COMPILED=not INTERPRETED,
+        x, values, row_scale, k, width, x.stride(0), BLOCK_K=block_k, COMPILED=not INTERPRETED,
         num_warps=max(1, min(16, block_k // 512)),
     )  # fmt: skip
-    return values, row_scale, unfit
+    return values, row_scale
 
 
-def fold_bfloat16_torch(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def fold_bfloat16_torch(x: Tensor) -> tuple[Tensor, Tensor]:
     """The twin of `fold_bfloat16`; rows that do not fit hold whatever the casts give."""
     value = x.double()
     largest = (x.view(torch.int16).int() & 0x7FFF).amax(1, keepdim=True) >> 7
     exponent = (largest - 14).clamp(1, 253) - 127
     values = (value * torch.exp2(-exponent.double())).to(torch.float16)
-    unfit = (values.double() * torch.exp2(exponent.double()) != value).any(1)
+    unfit = (values.double() * torch.exp2(exponent.double()) != value).any(1, keepdim=True)
     values = F.pad(values, (0, _padded(x.shape[1]) - x.shape[1])).view(x.shape[0], -1, 4, 4, 2, 2, 2)
     values = values.permute(0, 1, 3, 4, 6, 2, 5).reshape(x.shape[0], -1)
-    return values, torch.exp2(exponent.float()), unfit.int()
+    return values, torch.exp2(exponent.float()).masked_fill(unfit, torch.nan)
 
 
 @triton.jit
@@ -131,7 +129,14 @@ def power_of_two(exponent: tl.tensor) -> tl.tensor:
 @triton.jit
 def row_factor(highest: tl.tensor, TOP: tl.constexpr) -> tl.tensor:
     """2^(highest - TOP - 127), subnormal where `highest` is small: a product of two normal factors."""
-    return power_of_two(tl.maximum(highest - TOP - 127 + 32, -126)) * 2.3283064365386963e-10
+    exponent = highest - TOP - 127
+    return power_of_two(tl.maximum(exponent, -126)) * power_of_two(tl.minimum(exponent + 126, 0))
+
+
+@triton.jit
+def any_unfit(row_scale: tl.tensor) -> tl.tensor:
+    """Whether a row did not fold: its scale is NaN."""
+    return tl.max((row_scale != row_scale).to(tl.int32), 0) != 0
 
 
 @triton.jit
@@ -175,12 +180,12 @@ def _store_folded(
     tl.store(values + column, tl.reshape(folded, (BLOCK_K,)), mask=column < width)
 
 
+@cached_launch
 @triton.jit
 def _fold_activation_kernel(
     x: tl.tensor,
     values: tl.tensor,
     row_scale: tl.tensor,
-    unfit: tl.tensor,
     K: tl.tensor,
     width: tl.tensor,
     x_stride: tl.tensor,
@@ -208,16 +213,16 @@ def _fold_activation_kernel(
         for start in range(0, width, BLOCK_K):
             exponent, rounded, high, low = _quantize_part(x, start, K, MODE, BLOCK_K)
             _store_folded(values, exponent, rounded, highest, start, width, PERMUTE, TOP, BLOCK_K)
-    tl.store(row_scale + row, row_factor(highest, TOP))
-    tl.store(unfit + row, ((highest - lowest > SPAN) | (highest == 255)).to(tl.int32))
+    fits = (highest - lowest <= SPAN) & (highest != 255)
+    tl.store(row_scale + row, tl.where(fits, row_factor(highest, TOP), float("nan")))
 
 
+@cached_launch
 @triton.jit
 def _fold_bfloat16_kernel(
     x: tl.tensor,
     values: tl.tensor,
     row_scale: tl.tensor,
-    unfit: tl.tensor,
     K: tl.tensor,
     width: tl.tensor,
     x_stride: tl.tensor,
@@ -241,8 +246,7 @@ def _fold_bfloat16_kernel(
     for start in range(0, last, BLOCK_K):
         part = fp32_bits(tl.load(x + start + column))
         missed = tl.maximum(missed, _store_folded_bfloat16(values + start, part, exponent, width - start, BLOCK_K))
-    tl.store(row_scale + row, power_of_two(exponent))
-    tl.store(unfit + row, missed)
+    tl.store(row_scale + row, tl.where(missed == 0, power_of_two(exponent), float("nan")))
 
 
 @triton.jit

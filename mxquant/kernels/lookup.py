@@ -32,25 +32,29 @@ def _codes_per_word(element: ElementFormat) -> int:
 
 
 def _real(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Make a table of real memory also where a tracing mode is active: the cache outlives it."""
+    """Make a table of real memory also where a tracing mode is active: the cache outlives it.
+
+    It outlives the stream of the first call, too, and a CUDA graph that is being captured. So it is made on the CPU,
+    and the copy has ended when it returns (while a graph is captured, CUDA refuses it: run once before).
+    """
 
     @functools.wraps(make)
-    def table(*arguments: object) -> Tensor:
+    def table(kind: object, dtype: torch.dtype, device: torch.device) -> Tensor:
         with _disable_current_modes(), torch.inference_mode(False):
-            return make(*arguments)
+            return make(kind, dtype).to(device)
 
     return table
 
 
 @functools.cache
 @_real
-def _element_table(element: ElementFormat, dtype: torch.dtype, device: torch.device) -> Tensor:
+def _element_table(element: ElementFormat, dtype: torch.dtype) -> Tensor:
     """Entry w holds the values of the codes in the 16-bit word w, viewed as one item.
 
     Of 6-bit codes a word holds two, and four bits of a neighbour: above them in a word that starts with a group of
     three bytes, below them in a word that ends with one. The second half of the table is for the latter.
     """
-    words = torch.arange(1 << 16, device=device)
+    words = torch.arange(1 << 16)
     mask = (1 << element.bits) - 1
     starts = (0, 4) if element.bits == 6 else (0,)
     shifts = [[start + element.bits * i for i in range(_codes_per_word(element))] for start in starts]
@@ -61,9 +65,9 @@ def _element_table(element: ElementFormat, dtype: torch.dtype, device: torch.dev
 
 @functools.cache
 @_real
-def _scale_table(scale_format: str, dtype: torch.dtype, device: torch.device) -> Tensor:
+def _scale_table(scale_format: str, dtype: torch.dtype) -> Tensor:
     to_float = e4m3_to_float if scale_format == "e4m3" else e8m0_to_float
-    return to_float(torch.arange(256, dtype=torch.uint8, device=device), dtype)
+    return to_float(torch.arange(256, dtype=torch.uint8), dtype)
 
 
 def decoded_rows(

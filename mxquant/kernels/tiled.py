@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from mxquant.kernels.fold import quantize_mxfp4
+from mxquant.kernels.fold import power_of_two, quantize_mxfp4
 from mxquant.kernels.triton_numerics import e8m0_to_float, fp32_bits
 
 
@@ -90,7 +90,10 @@ def exact_tile(
         else:
             value = fp32_bits(x_block).to(tl.float32, bitcast=True)
             x_exponent, x_codes = quantize_mxfp4(value, MODE)
-            # The sum over a block is exact; its factors are applied one by one: their product may not exist in fp32.
+            # The sum over a block is exact. Its factor may not exist in fp32 where their product with the sum does.
             products = tl.dot(w_codes.to(tl.float16), tl.trans(x_codes.to(tl.float16)))
-            total += products * e8m0_to_float(x_exponent)[None, :] * e8m0_to_float(w_exponent)[:, None]
+            exponent = x_exponent[None, :] + w_exponent[:, None] - 254
+            half = tl.maximum(exponent >> 1, -126)
+            products = products * power_of_two(half) * power_of_two(tl.maximum(exponent - half, -126))
+            total += tl.where(x_exponent[None, :] == 255, float("nan"), products)
     return total

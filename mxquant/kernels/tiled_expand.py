@@ -14,7 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mxquant.kernels.fold import power_of_two, row_factor
+from mxquant.kernels.fold import any_unfit, power_of_two, row_factor
+from mxquant.kernels.launch import cached_launch, cdiv
 from mxquant.kernels.tiled import code_values, exact_tile, highest_exponent, scale_address, word_address
 from mxquant.kernels.triton_numerics import e8m0_to_float
 
@@ -27,7 +28,7 @@ def expand_e4m3(words: Tensor, bytes_: Tensor, k: int) -> tuple[Tensor, Tensor]:
     n = words.shape[0] * 64
     values = torch.empty(n, k, dtype=torch.float8_e4m3fn, device=words.device)
     row_scale = torch.empty(n, 1, dtype=torch.float32, device=words.device)
-    _expand_kernel[(n // 64, triton.cdiv(k, 128))](words, bytes_, values, row_scale, k, TOP=_TOP)
+    _expand_kernel[(n // 64, cdiv(k, 128))](words, bytes_, values, row_scale, k, TOP=_TOP)
     return values, row_scale
 
 
@@ -35,10 +36,11 @@ def expand_bfloat16(words: Tensor, bytes_: Tensor, k: int) -> Tensor:
     """The values of tiles of K columns, bf16 [N, K], columns in order."""
     n = words.shape[0] * 64
     values = torch.empty(n, k, dtype=torch.bfloat16, device=words.device)
-    _expand_kernel[(n // 64, triton.cdiv(k, 128))](words, bytes_, values, values, k, TOP=None)
+    _expand_kernel[(n // 64, cdiv(k, 128))](words, bytes_, values, values, k, TOP=None)
     return values
 
 
+@cached_launch
 @triton.jit
 def _expand_kernel(
     words: tl.tensor,
@@ -77,22 +79,29 @@ _REPAIR_ROWS = 512
 
 
 def repair(
-    y_MN: Tensor, x_MK: Tensor, words: Tensor, bytes_: Tensor, bias_N: Tensor | None, unfit_M: Tensor, scale_mode: str
+    y_MN: Tensor,
+    x_MK: Tensor,
+    words: Tensor,
+    bytes_: Tensor,
+    bias_N: Tensor | None,
+    x_scale_M1: Tensor,
+    scale_mode: str | None,
 ) -> None:
-    """Overwrite the tiles of `y_MN` that have an unfit row of activations with their exact product.
+    """Overwrite the tiles of `y_MN` that have a row of activations that did not fold with their exact product.
 
-    One launch, and no synchronization: a program whose rows all fit returns at once.
+    One launch, and no synchronization: a program whose rows all folded returns at once.
 
     Args:
-        y_MN: the product so far; x_MK: its input before quantization; unfit_M: the marks of `fold_activation`.
+        y_MN: the product so far; x_MK: its input before quantization; x_scale_M1: its scales, of `fold_activation`.
     """
     (m, n), k = y_MN.shape, x_MK.shape[1]
-    _repair_kernel[(n // 64, triton.cdiv(m, _REPAIR_ROWS))](
-        y_MN, x_MK, words, bytes_, y_MN if bias_N is None else bias_N, unfit_M, m, n, k,
+    _repair_kernel[(n // 64, cdiv(m, _REPAIR_ROWS))](
+        y_MN, x_MK, words, bytes_, y_MN if bias_N is None else bias_N, x_scale_M1, m, n, k,
         x_MK.stride(0), ROWS=_REPAIR_ROWS, MODE=scale_mode, HAS_BIAS=bias_N is not None,
     )  # fmt: skip
 
 
+@cached_launch
 @triton.jit
 def _repair_kernel(
     y: tl.tensor,
@@ -100,7 +109,7 @@ def _repair_kernel(
     words: tl.tensor,
     scale_bytes: tl.tensor,
     bias: tl.tensor,
-    unfit: tl.tensor,
+    x_scale: tl.tensor,
     M: tl.tensor,
     N: tl.tensor,
     K: tl.tensor,
@@ -111,12 +120,12 @@ def _repair_kernel(
 ) -> None:
     start = tl.program_id(1) * ROWS
     rows = start + tl.arange(0, ROWS)
-    if tl.max(tl.load(unfit + rows, mask=rows < M, other=0), 0) != 0:
+    if any_unfit(tl.load(x_scale + rows, mask=rows < M, other=0.0)):
         n = tl.program_id(0).to(tl.int64) * 64 + tl.arange(0, 64)
         for first in range(start, start + ROWS, 32):
             m = first + tl.arange(0, 32)
             inside = m < M
-            if tl.max(tl.load(unfit + m, mask=inside, other=0), 0) != 0:
+            if any_unfit(tl.load(x_scale + m, mask=inside, other=0.0)):
                 total = exact_tile(x, words, scale_bytes, n, m, inside, 0, K // 32, K, x_stride, MODE, 64, 32)
                 if HAS_BIAS:
                     total += tl.load(bias + n).to(tl.float32)[:, None]

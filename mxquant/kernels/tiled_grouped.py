@@ -15,14 +15,15 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from mxquant.kernels.fold import row_factor
+from mxquant.kernels.fold import any_unfit, row_factor
+from mxquant.kernels.launch import cached_launch, cdiv, next_power_of_2
 from mxquant.kernels.tiled import exact_tile, highest_exponent
 from mxquant.kernels.tiled_decode import TOP, tile_product
 from mxquant.kernels.tiled_matmul import add_parts, divide_columns, shape_for
 
 
 def multiply_groups(
-    folded: tuple[Tensor, Tensor, Tensor],
+    folded: tuple[Tensor, Tensor],
     x_TK: Tensor,
     words: Tensor,
     bytes_: Tensor,
@@ -45,7 +46,7 @@ def multiply_groups(
     """
     (t, k), experts, device = x_TK.shape, offsets_E.shape[0], x_TK.device
     s = t if rows_S is None else rows_S.shape[0]
-    shape = shape_for(triton.cdiv(s, min(s, experts)), scale_mode is not None)
+    shape = shape_for(cdiv(s, min(s, experts)), scale_mode is not None)
     tiles = shape.tiles_N if n % (64 * shape.tiles_N) == 0 else 1
     # Every group has at most one tile of rows that is not full; the rows beyond the last one are a group as well.
     programs, row_tiles = n // (64 * tiles), s // shape.rows_M + min(s, experts + 1)
@@ -55,7 +56,7 @@ def multiply_groups(
     _multiply_groups_kernel[(programs, split, row_tiles)](
         words, bytes_, *folded, x_TK, offsets_E, offsets_E if rows_S is None else rows_S,
         y if bias_EN is None else bias_EN, partial, s, n, k, x_TK.stride(0), experts,
-        GROUPS=triton.next_power_of_2(experts + 1), BM=shape.rows_M, TILES=tiles, REST=k // 32 % 8, BK=shape.columns_K,
+        GROUPS=next_power_of_2(experts + 1), BM=shape.rows_M, TILES=tiles, REST=k // 32 % 8, BK=shape.columns_K,
         PROMOTE=shape.promote, GATHER=rows_S is not None, HAS_BIAS=bias_EN is not None, MODE=scale_mode, num_warps=4,
         num_stages=3, maxnreg=shape.registers, launch_pdl=True,
     )  # fmt: skip
@@ -80,13 +81,13 @@ def _find_group(
     return found, first, tl.sum(tl.where(is_it, end, 0), 0)
 
 
+@cached_launch
 @triton.jit
 def _multiply_groups_kernel(
     words: tl.tensor,
     scale_bytes: tl.tensor,
     x: tl.tensor,
     x_scale: tl.tensor,
-    unfit: tl.tensor,
     x_before: tl.tensor,
     offsets: tl.tensor,
     rows: tl.tensor,
@@ -122,8 +123,9 @@ def _multiply_groups_kernel(
         total = tile_product(words, scale_bytes, x_row, inside, tile, part, parts, K, REST, TILES, BK, PROMOTE)
         w_row = tile * 64 + tl.arange(0, 64 * TILES)
         total *= row_factor(highest_exponent(scale_bytes, w_row, K), TOP)[:, None]
-        total *= tl.load(x_scale + row, mask=inside, other=0.0)[None, :]
-        if tl.max(tl.load(unfit + row, mask=inside, other=0), 0) != 0:
+        x_factor = tl.load(x_scale + row, mask=inside, other=0.0)
+        total *= x_factor[None, :]
+        if any_unfit(x_factor):
             blocks = K // 256 // parts * 8
             last = tl.where(part == parts - 1, K // 32, (part + 1) * blocks)
             total = exact_tile(x_before, words, scale_bytes, w_row, row, inside, part * blocks, last, K, x_stride, MODE,

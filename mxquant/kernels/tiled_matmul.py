@@ -11,6 +11,7 @@ Shape suffixes: M input rows, N weight rows, K columns.
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -19,7 +20,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from mxquant.kernels.fold import row_factor
+from mxquant.kernels.fold import any_unfit, row_factor
+from mxquant.kernels.launch import cached_launch, cdiv
 from mxquant.kernels.tiled import exact_tile, highest_exponent
 from mxquant.kernels.tiled_decode import TOP, tile_product
 
@@ -55,7 +57,7 @@ _FP16_SHAPES = (
 
 
 def multiply_few(
-    folded: tuple[Tensor, Tensor, Tensor],
+    folded: tuple[Tensor, Tensor],
     x_MK: Tensor,
     words: Tensor,
     bytes_: Tensor,
@@ -75,7 +77,7 @@ def multiply_few(
     (m, k), device = x_MK.shape, x_MK.device
     shape = shape_for(m, scale_mode is not None)
     tiles = shape.tiles_N if n % (64 * shape.tiles_N) == 0 else 1
-    programs, row_tiles = n // (64 * tiles), triton.cdiv(m, shape.rows_M)
+    programs, row_tiles = n // (64 * tiles), cdiv(m, shape.rows_M)
     split = divide_columns(programs * row_tiles, k, shape)
     y = torch.empty(m, n, dtype=dtype, device=device)
     partial = y if split == 1 else torch.empty(split, m, n, dtype=torch.float32, device=device)
@@ -96,6 +98,7 @@ def shape_for(rows: int, fp8: bool) -> Shape:
     return next((shape for shape in shapes if rows <= shape.rows_M), shapes[-1])
 
 
+@functools.lru_cache(maxsize=4096)
 def divide_columns(programs: int, k: int, shape: Shape) -> int:
     """Into how many parts K is split, a divisor of its steps of 256; they are added up in a fixed order."""
     steps, wanted = k // 256, max(1, shape.programs // programs)
@@ -105,16 +108,16 @@ def divide_columns(programs: int, k: int, shape: Shape) -> int:
 def add_parts(partial: Tensor, y: Tensor) -> None:
     """The sum of `partial` [parts, M, N], fp32, into `y` [M, N]."""
     parts, m, n = partial.shape
-    _add_parts_kernel[(triton.cdiv(m * n, 1024),)](partial, y, m * n, SPLIT=parts, BLOCK=1024, launch_pdl=True)
+    _add_parts_kernel[(cdiv(m * n, 1024),)](partial, y, m * n, SPLIT=parts, BLOCK=1024, launch_pdl=True)
 
 
+@cached_launch
 @triton.jit
 def _multiply_few_kernel(
     words: tl.tensor,
     scale_bytes: tl.tensor,
     x: tl.tensor,
     x_scale: tl.tensor,
-    unfit: tl.tensor,
     x_before: tl.tensor,
     bias: tl.tensor,
     y: tl.tensor,
@@ -141,8 +144,9 @@ def _multiply_few_kernel(
     total = tile_product(words, scale_bytes, x_row, inside, tile, part, parts, K, REST, TILES, BK, PROMOTE)
     n = tile * 64 + tl.arange(0, BN)
     w_factor = row_factor(highest_exponent(scale_bytes, n, K), TOP)
-    total = total * w_factor[:, None] * tl.load(x_scale + m, mask=inside, other=0.0)[None, :]
-    if tl.max(tl.load(unfit + m, mask=inside, other=0), 0) != 0:
+    x_factor = tl.load(x_scale + m, mask=inside, other=0.0)
+    total = total * w_factor[:, None] * x_factor[None, :]
+    if any_unfit(x_factor):
         blocks = K // 256 // parts * 8
         end = tl.where(part == parts - 1, K // 32, (part + 1) * blocks)
         total = exact_tile(x_before, words, scale_bytes, n, m, inside, part * blocks, end, K, x_stride, MODE, BN, BM)
@@ -152,6 +156,7 @@ def _multiply_few_kernel(
     tl.store(y + m[None, :].to(tl.int64) * N + n[:, None], total.to(y.dtype.element_ty), mask=inside[None, :])
 
 
+@cached_launch
 @triton.jit
 def _add_parts_kernel(
     partial: tl.tensor, y: tl.tensor, size: tl.tensor, SPLIT: tl.constexpr, BLOCK: tl.constexpr

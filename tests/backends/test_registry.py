@@ -15,7 +15,7 @@ from torch import Tensor
 
 import mxquant
 from mxquant import EmulatedMXTensor, MXTensor, list_backends, quantize, register_backend
-from mxquant.backends import Backend, Operand, Problem, candidates, registry, select, unregister_backend
+from mxquant.backends import ANY_LAYOUT, Backend, Operand, Problem, candidates, registry, select, unregister_backend
 from mxquant.formats import get_format, resolve_scale_mode
 from mxquant.tensor import as_weight
 
@@ -229,6 +229,44 @@ def test_selection_never_raises_and_always_finds_something(device: str, capabili
             assert answers[-1] == ("emulation", None)
             assert all(reason is None or (isinstance(reason, str) and reason) for _, reason in answers)
             assert select(asked).name == next(name for name, reason in answers if reason is None)
+
+
+ROCM = {"gfx90a": (9, 0), "gfx942": (9, 4), "gfx950": (9, 5)}  # as torch.cuda.get_device_capability gives them
+
+
+@pytest.mark.parametrize("architecture", ROCM)
+def test_amd_gpus_get_no_kernels_of_nvidia(architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """ROCm calls its devices "cuda" and counts its architectures as capabilities, one of which is Hopper's 9.0."""
+    monkeypatch.setattr(torch.version, "hip", "7.0.0")
+    registry.preferences.cache_clear()
+    try:
+        test_selection_never_raises_and_always_finds_something("cuda", ROCM[architecture])
+        for activation in (None, "mxfp4"):
+            asked = problem(
+                activation=activation, activation_scale_mode="even" if activation else None,
+                device=torch.device("cuda"), capability=ROCM[architecture], layout=ANY_LAYOUT,
+            )  # fmt: skip
+            assert select(asked).name in ("triton", "emulation")
+            for name, reason in candidates(asked):
+                assert name in ("triton", "emulation") or (reason is not None and "NVIDIA" in reason)
+    finally:
+        registry.preferences.cache_clear()
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_tensor_core_backends_are_for_their_own_capability(capability: tuple[int, int]) -> None:
+    """Hopper's instructions are on no other GPU, older or newer. The others get what runs from 8.0 on, or emulation."""
+    for activation in (None, "mxfp4"):
+        mode = "even" if activation else None
+        asked = problem(
+            activation=activation, activation_scale_mode=mode, device=torch.device("cuda"), capability=capability,
+            layout=ANY_LAYOUT,
+        )  # fmt: skip
+        chosen = select(asked).name
+        if capability == (9, 0):
+            assert chosen == ("fp8" if activation else "fp16" if "fp16" in list_backends() else "triton")
+        else:
+            assert chosen == ("triton" if capability >= (8, 0) else "emulation")
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from conformance.vectors import input_tensor
 from formats.reference import ELEMENTS
 from formats.samples import everything
 from torch import Tensor
@@ -118,12 +117,6 @@ def test_given_per_tensor_scales(device: torch.device) -> None:
 def test_fp64_is_rounded_once(device: torch.device) -> None:
     x = torch.tensor([[6.0, 2.5 + 2.0**-40, 2.5 - 2.0**-40, -0.25, 5.0]], dtype=torch.float64)
     check(x.to(device), "mxfp4")
-
-
-@pytest.mark.parametrize("suite", ["edges.f32", "edges.bf16", "edges.f16", "student_t1p5.bf16"])
-@pytest.mark.parametrize("name", WEIGHT_FORMATS)
-def test_recorded_inputs(name: str, suite: str, device: torch.device) -> None:
-    check(input_tensor(suite).to(device), name)
 
 
 @pytest.mark.parametrize("name", [name for name in WEIGHT_FORMATS if name != "nvfp4"])

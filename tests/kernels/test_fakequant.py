@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from conformance.vectors import input_tensor
 from torch import Tensor
 
 from mxquant.formats import ACTIVATION_FORMATS, FORMATS, get_format, resolve_scale_mode
@@ -90,12 +89,6 @@ def test_any_strides_and_no_rows(name: str, device: torch.device) -> None:
 def test_rows_of_several_tiles(device: torch.device) -> None:
     check(torch.randn(3, 2100).bfloat16().to(device), "mxfp4", None, torch.bfloat16)
     check(torch.randn(3, 2100).to(device), "nvfp4", None, torch.float32)
-
-
-@pytest.mark.parametrize("suite", ["edges.f32", "edges.bf16", "edges.f16"])
-@pytest.mark.parametrize("name", ACTIVATION_FORMATS)
-def test_recorded_inputs(name: str, suite: str, device: torch.device) -> None:
-    check(input_tensor(suite).to(device), name, None, torch.float32)
 
 
 @pytest.mark.parametrize("name", MX_FORMATS)

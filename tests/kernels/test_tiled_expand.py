@@ -27,9 +27,9 @@ def test_repaired_rows_are_exact_and_others_untouched(columns: int, device: torc
     packed = pack_tiles(*quantize_blocks(w, MXFP4))
     assert packed is not None
     x = torch.cat([activations(device, columns), torch.randn(40, columns).bfloat16().to(device)])
-    unfit = fold_activation(x, "even", permute=False)[2]
+    _, scales = fold_activation(x, "even", permute=False)
     y = torch.full((49, 128), 7.0, device=device)
-    repair(y, x, *(t.to(device) for t in packed), bias.to(device), unfit, "even")
+    repair(y, x, *(t.to(device) for t in packed), bias.to(device), scales, "even")
     expected = decoded(x) @ decoded(w).mT + bias
     magnitude = decoded(x).abs() @ decoded(w).abs().mT + bias.abs()
     # 16 exact block sums, each scaled and added in fp32, and the bias.

@@ -1,0 +1,87 @@
+"""One small case a kernel, for compute-sanitizer: tiles that are not full, rows that end inside a block, last rows.
+
+    PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --report-api-errors no --error-exitcode 1 \
+        python -m pytest tests/gpu -m sanitize
+
+Without its cache torch gives each tensor an allocation of its own size, so that one byte too far is seen. The results
+are compared as everywhere, so the tests mean something without the sanitizer, too.
+"""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from matmul_reference import FORMATS
+from native_cases import TENSOR_CORE_CASES, TRITON_CASES, Case, needs_gpu
+
+from mxquant.formats import ACTIVATION_FORMATS, get_format, resolve_scale_mode
+from mxquant.formats.block import dequantize_blocks
+from mxquant.formats.block import quantize_blocks as cast_twin
+from mxquant.kernels import has_triton
+from mxquant.kernels.qdq import quantize_dequantize as fakequant_twin
+
+pytestmark = [
+    *needs_gpu,
+    pytest.mark.sanitize,
+    pytest.mark.skipif(not has_triton(), reason="needs triton"),
+]
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_cast(format: str, device: torch.device) -> None:
+    from mxquant.kernels.cast import quantize_blocks
+
+    fmt = get_format(format)
+    for x in (torch.randn(3, 32), torch.randn(5, 33).bfloat16(), torch.randn(70, 40).t(), torch.randn(3, 1100)):
+        for ours, expected in zip(quantize_blocks(x.to(device), fmt), cast_twin(x, fmt)):
+            assert torch.equal(ours.cpu(), expected)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_expand(format: str, device: torch.device) -> None:
+    from mxquant.kernels.expand import dequantize
+
+    fmt = get_format(format)
+    for rows, length, offset in ((1, 8, 0), (3, 35, 0), (5, 100, 7), (2, 4200, 0)):
+        one = {"per_tensor_scale": torch.ones(())} if fmt.per_tensor else {}
+        qdata, scale = cast_twin(torch.randn(rows, offset + length), fmt, **one)
+        expected = dequantize_blocks(qdata, scale, fmt, length, block_offset=offset, dtype=torch.bfloat16)
+        ours = dequantize(qdata.to(device), scale.to(device), fmt, length, block_offset=offset, dtype=torch.bfloat16)
+        assert torch.equal(ours.cpu(), expected)
+
+
+@pytest.mark.parametrize("name", ACTIVATION_FORMATS)
+def test_fakequant(name: str, device: torch.device) -> None:
+    from mxquant.kernels.fakequant import quantize_dequantize
+
+    fmt = get_format(name, activation=True)
+    mode = resolve_scale_mode(fmt, None)
+    static = None if fmt.scale_format == "e8m0" else torch.tensor(0.3)
+    for shape in ((1, 8), (3, 35), (5, 1100), (1, 17000)):
+        for scale in {None, static}:
+            x = torch.randn(shape).bfloat16()
+            ours = quantize_dequantize(
+                x.to(device), fmt, mode, None if scale is None else scale.to(device), torch.bfloat16
+            )
+            for mine, expected in zip(ours, fakequant_twin(x, fmt, mode, scale, torch.bfloat16)):
+                assert mine is None or torch.equal(mine.cpu(), expected)
+
+
+@pytest.mark.parametrize("rows", [1, 17, 33, 65, 130, 257])
+@pytest.mark.parametrize("case", [*TENSOR_CORE_CASES, *TRITON_CASES[:2]])
+def test_products(case: Case, rows: int, device: torch.device) -> None:
+    """Every way of every backend, K split and not, with a row to repair, x in the last rows of its allocation."""
+    for n, k in ((64, 288), (128, 768)) if case.is_tiled else ((40, 96),):
+        wide = torch.randn(rows + 1, k).bfloat16()
+        wide[1, :32] *= 2.0**-60
+        x, w = wide.to(device)[1:], torch.randn(n, k).bfloat16().to(device)
+        weight, bias = case.weight(w), torch.randn(n).bfloat16().to(device)
+        case.check(F.linear(x, weight, bias), x, weight, bias)
+
+
+@pytest.mark.parametrize("kernel", ["fold mxfp4", "fold bfloat16"])
+def test_fold(kernel: str, device: torch.device) -> None:
+    from kernels.every_kernel import KERNELS, assert_same_bits
+
+    for length in (96, 128, 384, 16384 + 96):
+        for ours, expected in KERNELS[kernel](torch.randn(3, length).bfloat16().to(device), None):
+            assert_same_bits(ours, expected)

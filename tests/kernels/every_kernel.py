@@ -1,0 +1,121 @@
+"""Each kernel beside its twin, as one function from rows of activations or weights to pairs that must be equal."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from mxquant.formats import ACTIVATION_FORMATS, FORMATS, WEIGHT_FORMATS, get_format
+from mxquant.formats.block import dequantize_blocks
+from mxquant.formats.block import quantize_blocks as cast_twin
+from mxquant.kernels.cast import quantize_blocks as cast
+from mxquant.kernels.expand import dequantize as expand
+from mxquant.kernels.fakequant import quantize_dequantize as fakequant
+from mxquant.kernels.fold import fold_activation, fold_activation_torch, fold_bfloat16, fold_bfloat16_torch
+from mxquant.kernels.lookup import decoded_rows
+from mxquant.kernels.qdq import quantize_dequantize as fakequant_twin
+
+Pairs = Iterator[tuple[Tensor, Tensor]]
+Run = Callable[[Tensor, "str | None"], Pairs]
+"""From x [rows, columns] and a scale mode to pairs of what a kernel wrote and what its twin did."""
+
+
+def _cast(name: str) -> Run:
+    def run(x: Tensor, mode: str | None) -> Pairs:
+        yield from zip(cast(x, FORMATS[name], mode), cast_twin(x.cpu(), FORMATS[name], mode))
+
+    return run
+
+
+def _expand(name: str) -> Run:
+    """Of the codes of x: what the twin made of it."""
+
+    def run(x: Tensor, mode: str | None) -> Pairs:
+        fmt, length = FORMATS[name], x.shape[1]
+        qdata, scale = cast_twin(x.cpu(), fmt, mode)
+        for dtype in (torch.bfloat16, torch.float32):
+            values = expand(qdata.to(x.device), scale.to(x.device), fmt, length, dtype=dtype)
+            yield values, dequantize_blocks(qdata, scale, fmt, length, dtype=dtype)
+
+    return run
+
+
+def _lookup(name: str) -> Run:
+    def run(x: Tensor, mode: str | None) -> Pairs:
+        fmt, length = FORMATS[name], x.shape[1]
+        qdata, scale = cast_twin(x.cpu(), fmt, mode)
+        moved = qdata.to(x.device), scale.to(x.device)
+        expected = dequantize_blocks(qdata, scale, fmt, length)
+        for rows, values in decoded_rows(*moved, fmt, length, block_offset=0, dtype=torch.float32, step=7):
+            yield values.clone(), expected[rows]  # chunks share one buffer
+
+    return run
+
+
+def _fakequant(name: str) -> Run:
+    fmt = get_format(name, activation=True)
+
+    def run(x: Tensor, mode: str | None) -> Pairs:
+        pairs = zip(
+            fakequant(x, fmt, mode, None, torch.float32), fakequant_twin(x.cpu(), fmt, mode, None, torch.float32)
+        )
+        yield from ((ours, expected) for ours, expected in pairs if expected is not None)
+
+    return run
+
+
+def _fold(x: Tensor, mode: str | None) -> Pairs:
+    for permute in (False, True):
+        ours = fold_activation(x, mode or "even", permute=permute)
+        yield from _folded(ours, fold_activation_torch(x.cpu(), mode or "even", permute=permute))
+
+
+def _fold_bfloat16(x: Tensor, mode: str | None) -> Pairs:
+    yield from _folded(fold_bfloat16(x), fold_bfloat16_torch(x.cpu()))
+
+
+def _folded(ours: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) -> Pairs:
+    """Scales, which tell the rows that do not fold; of those that do, values but for the sign of zero, which no product
+    shows.
+    """
+    yield ours[1], expected[1]
+    fit = ~expected[1].squeeze(1).isnan()
+    yield ours[0].cpu()[fit].float() + 0.0, expected[0][fit].float() + 0.0
+
+
+KERNELS: dict[str, Run] = {
+    **{f"cast {name}": _cast(name) for name in WEIGHT_FORMATS},
+    **{f"expand {name}": _expand(name) for name in WEIGHT_FORMATS},
+    **{f"lookup {name}": _lookup(name) for name in WEIGHT_FORMATS},
+    **{f"fakequant {name}": _fakequant(name) for name in ACTIVATION_FORMATS},
+    "fold mxfp4": _fold,
+    "fold bfloat16": _fold_bfloat16,
+}
+
+
+def modes_of(kernel: str) -> tuple[str | None, ...]:
+    """The scale modes of the format that a kernel is named with; None where it has none to choose from."""
+    name = kernel.split()[1]
+    if name not in ACTIVATION_FORMATS:
+        return (None,)
+    fmt = get_format(name, activation=True)
+    return fmt.scale_modes if fmt.scale_format == "e8m0" else (None,)
+
+
+def takes(kernel: str, x: Tensor) -> bool:
+    """Whether the kernel reads activations of this dtype and width."""
+    dtypes = {"fold mxfp4": (torch.bfloat16, torch.float16), "fold bfloat16": (torch.bfloat16,)}
+    return kernel not in dtypes or (x.dtype in dtypes[kernel] and x.shape[1] % 32 == 0)
+
+
+def assert_same_bits(ours: Tensor, expected: Tensor) -> None:
+    """Equal bit by bit, every NaN alike."""
+    assert ours.shape == expected.shape
+    assert ours.dtype == expected.dtype
+    ours = ours.cpu()
+    if ours.is_floating_point():
+        integer = torch.int16 if ours.element_size() == 2 else torch.int32
+        ours, expected = (t.contiguous().masked_fill(t.isnan(), torch.nan).view(integer) for t in (ours, expected))
+    assert torch.equal(ours, expected)
