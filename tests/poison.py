@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from mxquant import MXTensor
-from mxquant.backends import Operand
 
 POISONS = [0x7F, 0xFF]
 """As bytes of a float: a NaN or a number of about 3e38; as codes or scales: the largest, or NaN."""
@@ -60,11 +59,12 @@ def weight_amid_poison(weight: MXTensor, byte: int = 0xFF) -> MXTensor:
     """The same weight with its inner tensors amid poison, and what a packed row holds beyond its last code set to
     ones.
     """
-    operand = Operand(*(None if t is None else amid_poison(t, byte) for t in weight.operand))  # type: ignore[arg-type]
+    is_canonical = weight.metadata.layout == "canonical"
+    operand = weight.operand.map(lambda t: amid_poison(t if is_canonical else t.flatten(), byte).view(t.shape))
     bits = {"mxfp4": 4, "nvfp4": 4, "mxfp6_e2m3": 6, "mxfp6_e3m2": 6}.get(weight.format, 8)
     length = weight.shape[-1] + weight.metadata.block_offset
     unused = operand.qdata.shape[-1] * 8 - length * bits
-    if weight.metadata.layout == "canonical" and unused:
+    if is_canonical and unused:
         # The codes of a row are one little-endian number, so the unused bits are the upper ones of its last bytes.
         ones = ((1 << unused) - 1) << (24 - unused)
         for place in range(1, min(3, operand.qdata.shape[-1]) + 1):

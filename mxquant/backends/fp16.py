@@ -63,15 +63,13 @@ def _multiply_many(x: Tensor, weight: Operand, bias: Tensor | None, problem: Pro
     for tile in range(0, n // ROWS, step):
         tiles, rows = slice(tile, tile + step), slice(tile * ROWS, (tile + step) * ROWS)
         w = tiled.expand_bfloat16(weight.qdata[tiles], weight.scale[tiles], k)
-        if bias is None:
-            torch.mm(x, w.t(), out=y[:, rows])
-        else:
-            torch.addmm(bias[rows].to(torch.bfloat16), x, w.t(), out=y[:, rows])
-    return y
+        torch.mm(x, w.t(), out=y[:, rows])
+    # Not within the matmul: cuBLAS may then add up the parts of a divided sum in bf16.
+    return y if bias is None else y.add_(bias)
 
 
 def _multiply_unblocked(x: Tensor, weight: Operand, bias: Tensor | None, problem: Problem) -> Tensor:
     import mxquant.kernels.tiled_expand as tiled
 
-    w = tiled.expand_bfloat16(weight.qdata, weight.scale, problem.in_features)
-    return x @ w if bias is None else torch.addmm(bias.to(torch.bfloat16), x, w)
+    y = torch.mm(x, tiled.expand_bfloat16(weight.qdata, weight.scale, problem.in_features))
+    return y if bias is None else y.add_(bias)

@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from mxquant.backends.base import Backend, Operand, Problem
@@ -50,7 +49,9 @@ class Triton(Backend):
         w = dequantize(weight.qdata, weight.scale, fmt, length, block_offset=offset, dtype=torch.bfloat16)
         w = w if problem.contraction == "blocked" else w.t()
         if not factors and problem.dtype == torch.bfloat16:
-            return F.linear(x, w, None if bias is None else bias.to(torch.bfloat16))
+            # Not with the bias in it: cuBLAS may then add up the parts of a divided sum in bf16.
+            y = torch.mm(x, w.t())
+            return y if bias is None else y.add_(bias)
         y = torch.mm(x, w.t(), out_dtype=torch.float32)
         for factor in factors:
             y.mul_(factor)

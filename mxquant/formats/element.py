@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from mxquant.formats.spec import ElementFormat
+from mxquant.formats.table import kept_table
 
 MAGNITUDE_MASK = 0x7FFFFFFF
 _FP32_MANTISSA_BITS = 23
@@ -83,9 +84,17 @@ def element_values(element: ElementFormat) -> tuple[float, ...]:
     return tuple(_value_of(code, element) for code in range(1 << element.bits))
 
 
+@kept_table
+def _values_table(element: ElementFormat, dtype: torch.dtype) -> Tensor:
+    return torch.tensor(element_values(element), dtype=dtype)
+
+
 def decode(codes: Tensor, element: ElementFormat, dtype: torch.dtype = torch.float32) -> Tensor:
     """Values of uint8 `codes` (high bits zero), exact in any `dtype` of at least bf16's precision and the format's
     range.
     """
-    table = torch.tensor(element_values(element), dtype=dtype, device=codes.device)
+    if type(codes) is Tensor and not torch.compiler.is_compiling():
+        table = _values_table(element, dtype, codes.device)
+    else:  # a constant of the graph that is traced
+        table = torch.tensor(element_values(element), dtype=dtype, device=codes.device)
     return table[codes.long()]

@@ -7,18 +7,17 @@ times faster than shifting and masking, and than a table of single codes. Twin: 
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
 from mxquant.formats.element import decode as decode_elements
 from mxquant.formats.scale import e4m3_to_float, e8m0_to_float
 from mxquant.formats.spec import ElementFormat, Format
+from mxquant.formats.table import kept_table
 
 # Integer or complex types whose item is as wide as a table entry: one gather then moves all the values of a word.
 _ENTRY_DTYPES = {4: torch.int32, 8: torch.int64, 16: torch.complex128}
@@ -31,23 +30,7 @@ def _codes_per_word(element: ElementFormat) -> int:
     return 16 // element.bits
 
 
-def _real(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Make a table of real memory also where a tracing mode is active: the cache outlives it.
-
-    It outlives the stream of the first call, too, and a CUDA graph that is being captured. So it is made on the CPU,
-    and the copy has ended when it returns (while a graph is captured, CUDA refuses it: run once before).
-    """
-
-    @functools.wraps(make)
-    def table(kind: object, dtype: torch.dtype, device: torch.device) -> Tensor:
-        with _disable_current_modes(), torch.inference_mode(False):
-            return make(kind, dtype).to(device)
-
-    return table
-
-
-@functools.cache
-@_real
+@kept_table
 def _element_table(element: ElementFormat, dtype: torch.dtype) -> Tensor:
     """Entry w holds the values of the codes in the 16-bit word w, viewed as one item.
 
@@ -63,8 +46,7 @@ def _element_table(element: ElementFormat, dtype: torch.dtype) -> Tensor:
     return values.view(_ENTRY_DTYPES[values.shape[-1] * values.itemsize]).view(-1)
 
 
-@functools.cache
-@_real
+@kept_table
 def _scale_table(scale_format: str, dtype: torch.dtype) -> Tensor:
     to_float = e4m3_to_float if scale_format == "e4m3" else e8m0_to_float
     return to_float(torch.arange(256, dtype=torch.uint8), dtype)

@@ -189,8 +189,8 @@ def tile_product(
     if REST > 0 and part == parts - 1:
         for i in tl.static_range((REST + 3) // 4):
             chunk = K // 256 * 2 + i
-            BLOCKS: tl.constexpr = REST - 4 * i if REST - 4 * i < 4 else 4
-            w = _decode_rest(source, scale_bytes, tile, chunk, K, BLOCKS, TILES, UNITS)
+            blocks = REST - 4 * i if REST - 4 * i < 4 else 4
+            w = _decode_rest(source, scale_bytes, tile, chunk, K, blocks, TILES, UNITS)
             column = chunk * 128 + tl.arange(0, 128)
             x = tl.load(x_row[None, :] + column[:, None], mask=inside[None, :], other=0.0)
             total += tl.dot(w, x, max_num_imprecise_acc=PROMOTE if PROMOTE > BK else 128)

@@ -58,7 +58,7 @@ def multiply_groups(
         y if bias_EN is None else bias_EN, partial, s, n, k, x_TK.stride(0), experts,
         GROUPS=next_power_of_2(experts + 1), BM=shape.rows_M, TILES=tiles, REST=k // 32 % 8, BK=shape.columns_K,
         PROMOTE=shape.promote, GATHER=rows_S is not None, HAS_BIAS=bias_EN is not None, MODE=scale_mode, num_warps=4,
-        num_stages=3, maxnreg=shape.registers, launch_pdl=True,
+        num_stages=3, launch_pdl=True,
     )  # fmt: skip
     if split > 1:
         add_parts(partial, y)
