@@ -63,13 +63,17 @@ def _multiply_many(x: Tensor, weight: Operand, bias: Tensor | None, problem: Pro
     for tile in range(0, n // ROWS, step):
         tiles, rows = slice(tile, tile + step), slice(tile * ROWS, (tile + step) * ROWS)
         w = tiled.expand_bfloat16(weight.qdata[tiles], weight.scale[tiles], k)
-        torch.mm(x, w.t(), out=y[:, rows])
-    # Not within the matmul: cuBLAS may then add up the parts of a divided sum in bf16.
-    return y if bias is None else y.add_(bias)
+        if bias is None:
+            torch.mm(x, w.t(), out=y[:, rows])
+        else:  # added in fp32: F.linear rounds the product to bf16 first
+            torch.add(torch.mm(x, w.t(), out_dtype=torch.float32), bias[rows], out=y[:, rows])
+    return y
 
 
 def _multiply_unblocked(x: Tensor, weight: Operand, bias: Tensor | None, problem: Problem) -> Tensor:
     import mxquant.kernels.tiled_expand as tiled
 
-    y = torch.mm(x, tiled.expand_bfloat16(weight.qdata, weight.scale, problem.in_features))
-    return y if bias is None else y.add_(bias)
+    w = tiled.expand_bfloat16(weight.qdata, weight.scale, problem.in_features)
+    if bias is None:
+        return torch.mm(x, w)
+    return torch.mm(x, w, out_dtype=torch.float32).add_(bias).to(torch.bfloat16)

@@ -48,10 +48,9 @@ class Triton(Backend):
         length, offset = problem.in_features, problem.block_offset
         w = dequantize(weight.qdata, weight.scale, fmt, length, block_offset=offset, dtype=torch.bfloat16)
         w = w if problem.contraction == "blocked" else w.t()
-        if not factors and problem.dtype == torch.bfloat16:
-            # Not with the bias in it: cuBLAS may then add up the parts of a divided sum in bf16.
-            y = torch.mm(x, w.t())
-            return y if bias is None else y.add_(bias)
+        if not factors and bias is None and problem.dtype == torch.bfloat16:
+            return torch.mm(x, w.t())
+        # A bias too is added in fp32: F.linear rounds the product to bf16 first.
         y = torch.mm(x, w.t(), out_dtype=torch.float32)
         for factor in factors:
             y.mul_(factor)

@@ -19,7 +19,7 @@ from mxquant.kernels.fold import any_unfit, row_factor
 from mxquant.kernels.launch import cached_launch, cdiv, next_power_of_2
 from mxquant.kernels.tiled import exact_tile, highest_exponent
 from mxquant.kernels.tiled_decode import TOP, tile_product
-from mxquant.kernels.tiled_matmul import add_parts, divide_columns, shape_for
+from mxquant.kernels.tiled_matmul import add_parts, arrange, shape_for
 
 
 def multiply_groups(
@@ -47,13 +47,12 @@ def multiply_groups(
     (t, k), experts, device = x_TK.shape, offsets_E.shape[0], x_TK.device
     s = t if rows_S is None else rows_S.shape[0]
     shape = shape_for(cdiv(s, min(s, experts)), scale_mode is not None)
-    tiles = shape.tiles_N if n % (64 * shape.tiles_N) == 0 else 1
     # Every group has at most one tile of rows that is not full; the rows beyond the last one are a group as well.
-    programs, row_tiles = n // (64 * tiles), s // shape.rows_M + min(s, experts + 1)
-    split = divide_columns(programs * row_tiles, k, shape)
+    row_tiles = s // shape.rows_M + min(s, experts + 1)
+    tiles, split = arrange(n, k, row_tiles, shape)
     y = torch.empty(s, n, dtype=dtype, device=device)
     partial = y if split == 1 else torch.empty(split, s, n, dtype=torch.float32, device=device)
-    _multiply_groups_kernel[(programs, split, row_tiles)](
+    _multiply_groups_kernel[(n // (64 * tiles), split, row_tiles)](
         words, bytes_, *folded, x_TK, offsets_E, offsets_E if rows_S is None else rows_S,
         y if bias_EN is None else bias_EN, partial, s, n, k, x_TK.stride(0), experts,
         GROUPS=next_power_of_2(experts + 1), BM=shape.rows_M, TILES=tiles, REST=k // 32 % 8, BK=shape.columns_K,

@@ -76,12 +76,11 @@ def multiply_few(
     """
     (m, k), device = x_MK.shape, x_MK.device
     shape = shape_for(m, scale_mode is not None)
-    tiles = shape.tiles_N if n % (64 * shape.tiles_N) == 0 else 1
-    programs, row_tiles = n // (64 * tiles), cdiv(m, shape.rows_M)
-    split = divide_columns(programs * row_tiles, k, shape)
+    row_tiles = cdiv(m, shape.rows_M)
+    tiles, split = arrange(n, k, row_tiles, shape)
     y = torch.empty(m, n, dtype=dtype, device=device)
     partial = y if split == 1 else torch.empty(split, m, n, dtype=torch.float32, device=device)
-    _multiply_few_kernel[(programs, split, row_tiles)](
+    _multiply_few_kernel[(n // (64 * tiles), split, row_tiles)](
         words, bytes_, *folded, x_MK, y if bias_N is None else bias_N, partial, m, n, k, x_MK.stride(0),
         BM=shape.rows_M, TILES=tiles, REST=k // 32 % 8, BK=shape.columns_K, PROMOTE=shape.promote,
         HAS_BIAS=bias_N is not None, MODE=scale_mode, num_warps=4, num_stages=3, maxnreg=shape.registers,
@@ -99,10 +98,16 @@ def shape_for(rows: int, fp8: bool) -> Shape:
 
 
 @functools.lru_cache(maxsize=4096)
-def divide_columns(programs: int, k: int, shape: Shape) -> int:
-    """Into how many parts K is split, a divisor of its steps of 256; they are added up in a fixed order."""
-    steps, wanted = k // 256, max(1, shape.programs // programs)
-    return max(part for part in range(1, min(wanted, steps) + 1) if steps % part == 0)
+def arrange(n: int, k: int, row_tiles: int, shape: Shape) -> tuple[int, int]:
+    """Tiles of weight rows a program, and parts that K is split into, a divisor of its steps of 256.
+
+    Parts are added up in a fixed order, through memory; so rather more programs than parts.
+    """
+    tiles = shape.tiles_N if n % (64 * shape.tiles_N) == 0 else 1
+    if n // (64 * tiles) * row_tiles * 2 <= shape.programs:
+        tiles = 1
+    steps, wanted = k // 256, max(1, shape.programs // (n // (64 * tiles) * row_tiles))
+    return tiles, max(part for part in range(1, min(wanted, steps) + 1) if steps % part == 0)
 
 
 def add_parts(partial: Tensor, y: Tensor) -> None:
