@@ -1,0 +1,28 @@
+"""transformers: importing this module registers the experts implementation "mxquant".
+
+    import mxquant.integrations.transformers
+    model.set_experts_implementation("mxquant")
+
+Without it, a quantized model's experts run under transformers' own implementations ("grouped_mm", "batched_mm",
+"eager"), through operators, with the same values. `quantize_` does not change a model's implementation.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+from mxquant.modules.moe import experts_forward
+from mxquant.tensor import MXTensor
+
+NAME = "mxquant"
+
+
+def _experts_forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """`mxquant.experts_forward` for blocks with quantized weights; for others transformers' grouped matmul."""
+    if any(isinstance(parameter, MXTensor) for parameter in self._parameters.values()):
+        return experts_forward(self, hidden_states, top_k_index, top_k_weights)
+    return ALL_EXPERTS_FUNCTIONS["grouped_mm"](self, hidden_states, top_k_index, top_k_weights)
+
+
+ALL_EXPERTS_FUNCTIONS.register(NAME, _experts_forward)
