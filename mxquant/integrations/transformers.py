@@ -9,11 +9,14 @@ Without it, a quantized model's experts run under transformers' own implementati
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from mxquant.modules.moe import experts_forward
 from mxquant.tensor import MXTensor
+from mxquant.tensor.grouped import grouped_mm
+from mxquant.tensor.mxtensor import implements
 
 NAME = "mxquant"
 
@@ -26,3 +29,9 @@ def _experts_forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor
 
 
 ALL_EXPERTS_FUNCTIONS.register(NAME, _experts_forward)
+
+
+@implements(torch.ops.transformers.grouped_mm_fallback.default)
+def _grouped_mm_fallback(input: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
+    """What transformers' "grouped_mm" calls while it is compiled with other dtypes than bf16."""
+    return grouped_mm(input, weight, offs)

@@ -30,7 +30,7 @@ def describe(
             matrix at a time; None: whatever a stack is there for.
     """
     # While a graph is traced the sizes may be symbolic: a choice of backend specializes on them.
-    *_, n, k = (int(size) for size in physical_shape(weight))
+    n, k = (int(size) for size in physical_shape(weight)[-2:])
     metadata = weight.metadata
     blocked = contraction == "blocked"
     here = weight.qdata.device

@@ -1,7 +1,9 @@
 """Grouped matmuls: rows sorted by expert, each times the weight of its expert.
 
 The quantized weight is a stack, physically [E, N, K] and blocked along K. As in `matmul`, while a graph is traced the
-product is one opaque operator with the backend chosen at trace time; in eager it is a direct call.
+product is one opaque operator with the backend chosen at trace time; in eager it is a direct call. A second operator,
+`grouped_product`, takes the quantized tensor as a whole: to Dynamo, which traces the code of this package where it is
+not called through an operator, it is what `torch._grouped_mm` is, with rows to gather and a bias.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ def grouped_product(
 ) -> Tensor:
     """Each row of `x` times the matrix of its group, contracting the weights' axis `contracted` (-1 or -2).
 
-    Not differentiable: `torch._grouped_mm` is, and comes here.
+    Not differentiable: `torch._grouped_mm` is, and has the same values.
 
     Args:
         x: [S, width] sorted by group; or [T, width] in any order with `groups.rows`, each row then quantized once.
@@ -40,6 +42,13 @@ def grouped_product(
     Raises:
         ValueError, TypeError, NotImplementedError: operands that do not fit, or a backend that cannot compute it.
     """
+    if torch.compiler.is_compiling():
+        result: Tensor = torch.ops.mxquant.grouped_product(x, weights, contracted, *groups, bias)
+        return result
+    return _product(x, weights, contracted, groups, bias)
+
+
+def _product(x: Tensor, weights: MXTensor, contracted: int, groups: Groups, bias: Tensor | None) -> Tensor:
     if weights.dim() != 3 or x.dim() != 2 or groups.offsets.shape != weights.shape[:1]:
         raise ValueError(
             f"a grouped matmul takes an input [S, K], a stack of E matrices and offsets [E]; got {tuple(x.shape)}, "
@@ -118,5 +127,19 @@ def grouped_mm(
             "grouped_mm with quantized weights takes activations [S, K], a weight [E, K, N], offs [E] and no bias; "
             "call .dequantize() on the weight for other forms"
         )
-    y = grouped_product(a, b, -2, Groups(offs))
+    y = _product(a, b, -2, Groups(offs), None)
     return y if out_dtype is None else y.to(out_dtype)
+
+
+@torch.library.custom_op("mxquant::grouped_product", mutates_args=())
+def _grouped_product_op(
+    x: Tensor, weights: Tensor, contracted: int, offsets: Tensor, rows: Tensor | None, bias: Tensor | None
+) -> Tensor:
+    raise NotImplementedError(f"grouped_product takes quantized weights; got {type(weights).__name__}")
+
+
+@implements(torch.ops.mxquant.grouped_product.default)
+def _(
+    x: Tensor, weights: MXTensor, contracted: int, offsets: Tensor, rows: Tensor | None, bias: Tensor | None
+) -> Tensor:
+    return _product(x, weights, contracted, Groups(offsets, rows), bias)
