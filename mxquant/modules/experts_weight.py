@@ -59,7 +59,7 @@ def stacked(weight: Tensor, stack: int | None) -> Tensor:
     if stack is not None and weight.dim() == 2 and stack > 0 and weight.shape[0] % stack == 0:
         return weight.unflatten(0, (stack, -1))
     if weight.dim() != 3:
-        raise ValueError(f"shape {tuple(weight.shape)} is no stack of {stack or 'experts'}' matrices")
+        raise ValueError(f"shape {tuple(weight.shape)} is no stack of {'' if stack is None else f'{stack} '}matrices")
     return weight
 
 
