@@ -134,11 +134,10 @@ def _explain(weight: MXTensor, input_shape: Sequence[int] | None, device: torch.
     verdicts = [(name, "chosen" if name == chosen else reason or "could compute it too") for name, reason in answers]
     rows = "M" if input_shape is None else " x ".join(map(str, input_shape[:-1])) or "1"
     activation = problem.activation or str(problem.dtype).removeprefix("torch.")
-    stack = f"each row its own of {problem.experts} " if problem.experts else ""
+    times = f", each row times one of {problem.experts}" if problem.experts else " times"
     matmul = (
-        f"{precision(weight.metadata)}: {activation} input [{rows}, {problem.in_features}] times "
-        f"{stack}{problem.weight} weight{'s' * bool(stack)} [{problem.out_features}, {problem.in_features}] "
-        f"on {problem.device}"
+        f"{precision(weight.metadata)}: {activation} input [{rows}, {problem.in_features}]{times} {problem.weight} "
+        f"weight{'s' * (problem.experts > 0)} [{problem.out_features}, {problem.in_features}] on {problem.device}"
     )
     return Explanation(matmul, weight.backend, chosen, verdicts)
 

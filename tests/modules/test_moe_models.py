@@ -152,10 +152,10 @@ def test_explain_tells_of_each_weight() -> None:
     quantize_(model, "mxfp4")
     experts = model.model.layers[0].mlp.experts
     explained = explain(experts, (5, 64))
-    assert explained.matmul == ("W4A4: mxfp4 input [5, 64] times each row its own of 4 mxfp4 weights [192, 64] on cpu")
+    assert explained.matmul == ("W4A4: mxfp4 input [5, 64], each row times one of 4 mxfp4 weights [192, 64] on cpu")
     assert explained.chosen == "emulation"
     (down,) = explained.others
-    assert down.matmul == "W4A4: mxfp4 input [M, 96] times each row its own of 4 mxfp4 weights [64, 96] on cpu"
+    assert down.matmul == "W4A4: mxfp4 input [M, 96], each row times one of 4 mxfp4 weights [64, 96] on cpu"
     assert str(explained).count("| emulation | chosen") == 2
     assert explained._repr_html_().count("<table>") == 2
     with pytest.raises(ValueError, match="must be its in_features, 64"):
