@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 pytest.importorskip("transformers")
 
-from experts_classes import EXPERTS, HIDDEN, build
+import transformers
+from experts_classes import EXPERTS, HIDDEN, build, fill
 from moe_reference import assert_block, block64, relative_error, routing, run
 
 import mxquant.integrations.transformers  # noqa: F401, registers the implementation
@@ -203,6 +204,30 @@ def test_the_result_is_the_same_on_every_run_and_in_every_company() -> None:
     assert torch.equal(experts_forward(experts, x, ids, weights), y)
     order = torch.randperm(16)
     assert_block(experts_forward(experts, x[order], ids[order], weights[order]), y[order], BOUND)
+
+
+def test_many_experts_of_odd_number() -> None:
+    """The sizes of Qwen1.5-MoE, but for the width: 60 experts, 4 a token, 1408 = 44 blocks."""
+    from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeExperts
+
+    config = transformers.Qwen2MoeConfig(hidden_size=32, moe_intermediate_size=1408, num_experts=60)
+    experts = fill(Qwen2MoeExperts(config)).double()
+    quantize_(experts, "mxfp4")
+    x, (ids, weights) = torch.randn(3, 32, dtype=torch.float64), routing(3, 60, 4)
+    expected = block64(experts, x, ids, weights, "mxfp4")
+    for implementation in IMPLEMENTATIONS:
+        assert_block(run(experts, implementation, x, ids, weights.double()), expected, BOUND)
+
+
+@pytest.mark.parametrize("limit, alpha", [(0.5, 1.0), (10.0, 1.702)])
+def test_the_blocks_own_clamp_and_alpha_are_used(limit: float, alpha: float) -> None:
+    experts, (x, ids, weights) = block(GPT_OSS), tokens()
+    x = 10 * x
+    usual = experts_forward(experts, x, ids, weights)
+    experts.limit, experts.alpha = limit, alpha
+    y = experts_forward(experts, x, ids, weights)
+    assert_block(y, block64(experts, x, ids, weights, "mxfp4"), BOUND)
+    assert relative_error(y, usual) > 1000 * BOUND
 
 
 # Gradients

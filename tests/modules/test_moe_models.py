@@ -189,6 +189,30 @@ def test_a_block_compiles_whole_and_once(make: Any, implementation: str, dtype: 
     assert len(graphs) == 1
 
 
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
+def test_inference_mode_and_autocast(make: Any, implementation: str) -> None:
+    model = make(implementation)
+    quantize_(model, {"weight": "nvfp4", "activation": "fp8_e4m3"})
+    ids = torch.randint(128, (2, 9))
+    expected = logits(model, ids)
+    with torch.inference_mode():
+        assert torch.equal(model(ids).logits, expected)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        y = model(ids).logits
+    assert (y.float() - expected).norm() < 0.1 * expected.norm()
+
+
+def test_a_block_is_exported() -> None:
+    model = gpt_oss("mxquant")
+    quantize_(model, "mxfp4")
+    experts = model.model.layers[0].mlp.experts
+    arguments = torch.randn(3, 64), torch.tensor([[0, 2], [3, 2], [1, 0]]), torch.rand(3, 2)
+    with torch.no_grad():
+        exported = torch.export.export(experts, arguments).module()
+        assert torch.equal(exported(*arguments), experts(*arguments))
+
+
 def first(output: Any) -> Tensor:
     return output[0] if isinstance(output, tuple) else output
 
