@@ -41,8 +41,9 @@ def register_experts_layout(
         up: the first matmul's weight, or two, gate and up, that see the same input.
         down: the second matmul's weight.
         gate_order: "halves" (all gates, then all ups), "interleaved" (gate, up, gate, up, ...), "separate" (two
-            weights); None: no gate. For whoever splits the weights; nothing is computed from it.
-        gate: `(module, *outputs of up) -> input of down`; None with `up`: silu(gate) * up, as `gate_order` says.
+            weights); None: no gate. For whoever splits the weights, and for a `gate` that is not given.
+        gate: `(module, *outputs of up) -> input of down`; None with `up`: silu(gate) * up, as `gate_order` says, or
+            silu(up) without gates.
         post_norm: a submodule's name: each expert's output goes through it, before the router's weight.
         router_weight: multiplied with each expert's "output", or with its "input".
         num_experts: for 2-D parameters that hold their experts' matrices one below the other, [experts * N, K]: the
