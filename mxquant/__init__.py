@@ -11,6 +11,8 @@ from mxquant.api import dequantize_, explain, quantize_, summary
 from mxquant.backends import list_backends, register_backend
 from mxquant.config import MXFP4Config, MXFP6Config, MXFP8Config, NVFP4Config, mxfp4, mxfp6, mxfp8, nvfp4
 from mxquant.integrations import torchao as _torchao  # registers the configs with torchao
+from mxquant.modules.moe import experts_forward
+from mxquant.modules.registry import register_experts_layout
 from mxquant.tensor import EmulatedMXTensor, MXTensor, flatten_state_dict, quantize, unflatten_state_dict
 
 __all__ = [
@@ -37,6 +39,9 @@ __all__ = [
     # Backends
     "register_backend",
     "list_backends",
+    # Mixture-of-experts blocks
+    "register_experts_layout",
+    "experts_forward",
     "__version__",
 ]
 

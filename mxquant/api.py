@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -13,9 +14,11 @@ from mxquant.backends import candidates
 from mxquant.backends import select as select_backend
 from mxquant.config import _MXConfig, resolve_mapping
 from mxquant.formats import get_format
+from mxquant.modules.experts_weight import dequantize_experts, quantize_experts, stacked
 from mxquant.modules.linear import dequantize_parameter, quantize_parameter
+from mxquant.modules.registry import experts_layout
 from mxquant.report import SKIP_REASON, Explanation, Summary, summarize
-from mxquant.select import FilterFn, Plan, Skip, Target, select
+from mxquant.select import FilterFn, Plan, Site, Skip, Target, select
 from mxquant.tensor import MXTensor, describe, precision, requested_backend
 
 _logger = logging.getLogger("mxquant")
@@ -36,23 +39,25 @@ def quantize_(
     either quantized wherever it is registered or as it was, and a line in the log says where it stopped and how to go
     on. Earlier weights are not restored: each original is freed as soon as it is replaced.
 
-    Every `nn.Linear` is quantized but MoE routers and output embeddings, unless `config` says otherwise; the module
-    `mxquant.select` explains the keys of a mapping. Stacked experts stay as they are, with a warning. Quantized weights
-    are frozen. Tied weights are quantized once and stay tied. `summary(model)` tells what is skipped, and why.
+    Every `nn.Linear` is quantized but MoE routers and output embeddings, and the stacked experts of every block whose
+    layout is known (`register_experts_layout`), unless `config` says otherwise; the module `mxquant.select` explains
+    the keys of a mapping. Experts of unknown layout stay as they are, with a warning. Quantized weights are frozen.
+    Tied weights are quantized once and stay tied. `summary(model)` tells what is skipped, and why.
 
     Args:
         config: a config such as `MXFP4Config()`, a format's name such as "mxfp4", a dict such as
             `{"weight": "mxfp4", "activation": None}`, or a mapping to those from kinds ("linear", "moe"), names and
             patterns.
         filter_fn: `(module, name) -> bool`; a selected module for which it is false is skipped.
-        device: move each selected weight and its layer's bias there, quantize there and leave them there. What else
+        device: move each selected weight and its layer's biases there, quantize there and leave them there. What else
             the model has stays where it is; `model.to(device)` moves that.
 
     Raises:
         ValueError: an unknown name in the config, a key without effect, a weight that is quantized already, empty or
             not finite, a backend that is unknown or cannot compute the config.
         TypeError: arguments of the wrong type, integer or complex weights.
-        NotImplementedError: experts that were asked for, weights without values (meta) or of another tensor subclass.
+        NotImplementedError: experts of unknown layout that were asked for, weights without values (meta) or of another
+            tensor subclass.
     """
     _check_model("quantize_", model)
     if filter_fn is not None and not callable(filter_fn):
@@ -60,7 +65,9 @@ def quantize_(
     device = _usable_device(device)
     plan = select(model, resolve_mapping(config), filter_fn)
     for target in plan.targets:
-        check_weight(target.name, target.parameter, target.config, device)
+        check_weight(target.name, target.parameter, target.config, device, target.k_axis)
+        if target.sites[0].kind == "experts":
+            _check_stack(target)
     _warn_of_experts(plan.skips)
     _swap(plan.targets, device)
     _record_skips(plan)
@@ -80,7 +87,12 @@ def dequantize_(model: nn.Module) -> None:
             if parameter is None or not _is_quantized(parameter):
                 continue
             if parameter not in ordinary:
-                ordinary[parameter] = dequantize_parameter(parameter)
+                layout = experts_layout(module)
+                ordinary[parameter] = (
+                    dequantize_parameter(parameter)
+                    if layout is None
+                    else dequantize_experts(parameter, layout.stack_of(module))
+                )
             module.register_parameter(attribute, ordinary[parameter])
 
 
@@ -92,23 +104,33 @@ def explain(
     """Which backend computes a quantized layer, and why the others do not.
 
     Args:
-        module_or_tensor: a layer with a quantized weight, or such a weight.
-        input_shape: [..., in_features] of an input, to be checked against the weight's shape.
+        module_or_tensor: a layer with a quantized weight, a block with quantized experts, or such a weight.
+        input_shape: [..., in_features] of an input, to be checked against the (first) weight's shape.
         device: answer for the layer moved to this device; None: where it is.
+
+    Returns:
+        of the layer's weight; of a block of experts, that of its first weight, with the `others`.
 
     Raises:
         ValueError: nothing in it is quantized, or the input's last size is not the layer's in_features.
         TypeError: neither a module nor a tensor, or no input shape.
     """
-    weight = _weight_of(module_or_tensor)
-    problem = describe(weight, device=None if device is None else _parsed_device(device))
+    first, *others = _weights_of(module_or_tensor)
     if input_shape is not None and not (isinstance(input_shape, Sequence) and all(type(n) is int for n in input_shape)):
         raise TypeError(f"input_shape is a sequence of sizes such as (4, 4096); got {input_shape!r}")
-    if input_shape is not None and (not input_shape or input_shape[-1] != problem.in_features):
+    device = None if device is None else _parsed_device(device)
+    in_features = describe(first).in_features
+    if input_shape is not None and (not input_shape or input_shape[-1] != in_features):
         raise ValueError(
-            f"input_shape {tuple(input_shape)} does not fit a weight of shape {tuple(weight.shape)}: "
-            f"the last size must be its in_features, {problem.in_features}"
+            f"input_shape {tuple(input_shape)} does not fit a weight of shape {tuple(first.shape)}: "
+            f"the last size must be its in_features, {in_features}"
         )
+    explained = _explain(first, input_shape, device)
+    return replace(explained, others=tuple(_explain(weight, None, device) for weight in others))
+
+
+def _explain(weight: MXTensor, input_shape: Sequence[int] | None, device: torch.device | None) -> Explanation:
+    problem = describe(weight, device=device)
     # Moving to another device chooses the class anew, by what was asked for.
     serving = requested_backend(weight) if problem.device == weight.device else weight.backend
     answers = candidates(problem)
@@ -116,9 +138,10 @@ def explain(
     verdicts = [(name, "chosen" if name == chosen else reason or "could compute it too") for name, reason in answers]
     rows = "M" if input_shape is None else " x ".join(map(str, input_shape[:-1])) or "1"
     activation = problem.activation or str(problem.dtype).removeprefix("torch.")
+    times = f", each row times one of {problem.experts}" if problem.experts else " times"
     matmul = (
-        f"{precision(weight.metadata)}: {activation} input [{rows}, {problem.in_features}] times "
-        f"{problem.weight} weight [{problem.out_features}, {problem.in_features}] on {problem.device}"
+        f"{precision(weight.metadata)}: {activation} input [{rows}, {problem.in_features}]{times} {problem.weight} "
+        f"weight{'s' * (problem.experts > 0)} [{problem.out_features}, {problem.in_features}] on {problem.device}"
     )
     return Explanation(matmul, weight.backend, chosen, verdicts)
 
@@ -137,7 +160,9 @@ def summary(model: nn.Module, original: nn.Module | Mapping[str, Tensor] | None 
     return summarize(model, original, lambda weight: select_backend(describe(weight), requested_backend(weight)).name)
 
 
-def check_weight(name: str, weight: Tensor, config: _MXConfig, device: torch.device | None = None) -> None:
+def check_weight(
+    name: str, weight: Tensor, config: _MXConfig, device: torch.device | None = None, k_axis: int = -1
+) -> None:
     """Refuse a weight that `config` cannot be applied to on `device` (None: where it is). No copy of it is made.
 
     Raises:
@@ -166,7 +191,7 @@ def check_weight(name: str, weight: Tensor, config: _MXConfig, device: torch.dev
         raise ValueError(f"{name} {shape} is empty: there is nothing to quantize; {_SKIP_IT}")
     _check_values(name, weight)
     if config.backend != "auto":
-        _check_backend(name, weight, config, device)
+        _check_backend(name, weight, config, device, k_axis)
 
 
 def _check_values(name: str, weight: Tensor) -> None:
@@ -177,15 +202,23 @@ def _check_values(name: str, weight: Tensor) -> None:
         raise ValueError(f"{name} {tuple(weight.shape)} {found}; repair the weight, or {_SKIP_IT}")
 
 
-def _check_backend(name: str, weight: Tensor, config: _MXConfig, device: torch.device | None) -> None:
+def _check_stack(target: Target) -> None:
+    try:
+        stacked(target.parameter, target.stack)
+    except ValueError as error:
+        raise ValueError(f"{target.name}: {error}; see register_experts_layout, or {_SKIP_IT}") from None
+
+
+def _check_backend(name: str, weight: Tensor, config: _MXConfig, device: torch.device | None, k_axis: int) -> None:
     """Ask the named backend about the weight to be, by a stand-in of its shape without values."""
     fmt = get_format(config.format)
-    *lead, length = weight.shape
+    physical = torch.empty(weight.shape, device="meta").movedim(k_axis, -1).shape
+    *lead, length = physical
     stand_in = MXTensor.from_qdata(
         torch.empty(*lead, fmt.packed_size(length), dtype=torch.uint8, device="meta"),
         torch.empty(*lead, fmt.num_blocks(length), dtype=torch.uint8, device="meta"),
         fmt.name,
-        weight.shape,
+        physical,
         weight.dtype,
         per_tensor_scale=torch.empty((), dtype=torch.float32, device="meta") if fmt.per_tensor else None,
     ).with_activation(config.activation_format, config.activation_scale_mode)
@@ -200,15 +233,26 @@ def replace_weight(target: Target, device: torch.device | None = None) -> None:
 
     Whatever can fail comes before the first change.
     """
-    multiplies = any(site.kind != "embedding" for site in target.sites)
-    quantized = quantize_parameter(target.parameter, target.config, device, weight_only=not multiplies)
-    biases = [bias for site in target.sites if (bias := site.module._parameters.get("bias")) is not None]
+    parameter, config = target.parameter, target.config
+    if target.sites[0].kind == "experts":
+        quantized = quantize_experts(parameter, config, target.k_axis, stack=target.stack, device=device)
+    else:
+        multiplies = any(site.kind != "embedding" for site in target.sites)
+        quantized = quantize_parameter(parameter, config, device, weight_only=not multiplies)
+    biases = [bias for site in target.sites for bias in _biases(site)]
     moved = [] if device is None else [(bias, bias.data.to(device)) for bias in biases]
     for site in target.sites:
         site.module.register_parameter(site.attribute, quantized)
-        site.module.__dict__.pop(SKIP_REASON, None)
+        _forget_skip(site)
     for bias, data in moved:
         bias.data = data
+
+
+def _biases(site: Site) -> list[nn.Parameter]:
+    """The biases of the module that a weight belongs to."""
+    names = ("bias",) if site.layout is None else site.layout.biases.values()
+    found = (site.module._parameters.get(name) for name in names)
+    return [bias for bias in found if bias is not None]
 
 
 def _swap(targets: list[Target], device: torch.device | None) -> None:
@@ -231,19 +275,26 @@ def _swap(targets: list[Target], device: torch.device | None) -> None:
             raise
 
 
+def _forget_skip(site: Site) -> None:
+    reasons = site.module.__dict__.get(SKIP_REASON, {})
+    reasons.pop(site.attribute, None)
+    if not reasons:
+        site.module.__dict__.pop(SKIP_REASON, None)
+
+
 def _record_skips(plan: Plan) -> None:
     for skip in plan.skips:
         if not _is_quantized(skip.parameter):
             for site in skip.sites:
-                setattr(site.module, SKIP_REASON, skip.reason)
+                site.module.__dict__.setdefault(SKIP_REASON, {})[site.attribute] = skip.reason
 
 
 def _warn_of_experts(skips: list[Skip]) -> None:
-    experts = [skip for skip in skips if skip.is_overlooked_experts]
+    experts = [skip for skip in skips if skip.is_overlooked_experts and not _is_quantized(skip.parameter)]
     if experts:
         listed = ", ".join(f"{skip.name} {tuple(skip.parameter.shape)}" for skip in experts[:3])
         _logger.warning(
-            "%d expert parameters (%s bytes) stay as they are, since %s: %s%s. summary(model) lists all; "
+            "%d expert parameters (%s bytes) stay as they are (%s): %s%s. summary(model) lists all; "
             "map 'moe' to None to leave them out without this warning",
             len(experts),
             f"{sum(skip.parameter.nbytes for skip in experts):,}",
@@ -257,17 +308,19 @@ def _is_quantized(parameter: Tensor) -> bool:
     return isinstance(parameter, MXTensor)
 
 
-def _weight_of(module_or_tensor: nn.Module | Tensor) -> MXTensor:
+def _weights_of(module_or_tensor: nn.Module | Tensor) -> list[MXTensor]:
+    """The quantized weights of one layer, in the order of its parameters; at least one."""
     if isinstance(module_or_tensor, nn.Module):
-        weight: Tensor | None = module_or_tensor._parameters.get("weight")
-        if isinstance(weight, MXTensor):
-            return weight
-        inside = [name.removesuffix(".weight") for name, p in module_or_tensor.named_parameters() if _is_quantized(p)]
+        parameters: list[object] = list(module_or_tensor._parameters.values())
+        weights = [weight for weight in parameters if isinstance(weight, MXTensor)]
+        if weights:
+            return weights
+        inside = [name.rpartition(".")[0] for name, p in module_or_tensor.named_parameters() if _is_quantized(p)]
         layer = f"pass one of its layers, such as model.get_submodule({inside[0]!r})" if inside else ""
         remedy = layer or "quantize it with quantize_ first"
         raise ValueError(f"{type(module_or_tensor).__name__} has no quantized weight of its own; {remedy}")
     if isinstance(module_or_tensor, MXTensor) and module_or_tensor.dim() >= 2:
-        return module_or_tensor
+        return [module_or_tensor]
     if isinstance(module_or_tensor, Tensor):
         shape = tuple(module_or_tensor.shape)
         raise ValueError(

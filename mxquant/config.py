@@ -20,6 +20,8 @@ from mxquant.formats.spec import FORMAT_ALIASES, WEIGHT_FORMATS, get_format, res
 
 KINDS = ("linear", "moe")
 """What a mapping names by kind: the weights of `nn.Linear` modules, and the stacked experts of MoE blocks."""
+EVERY_KIND = "linear and moe"
+"""The key of a config that was given alone, for whichever kinds a model has."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,7 +204,8 @@ def resolve_config(value: object) -> _MXConfig | None:
 def resolve_mapping(config: object) -> dict[str, _MXConfig | None]:
     """`config` as a mapping from keys (kinds, names, patterns) to configs, None where a key skips.
 
-    A single config means every linear. A dict is a single config if it has "weight" and else only a config's fields.
+    A single config means every linear and all experts. A dict is a single config if it has "weight" and else only a
+    config's fields.
 
     Raises:
         ValueError, TypeError: as `resolve_config`, naming the key; an empty mapping; None; a key that is not a string.
@@ -214,7 +217,7 @@ def resolve_mapping(config: object) -> dict[str, _MXConfig | None]:
     resolved = resolve_config(config)
     if resolved is None:
         raise TypeError(f"config is None, which quantizes nothing; use {_ACCEPTED} (None only as a mapping's value)")
-    return {"linear": resolved}
+    return {EVERY_KIND: resolved}
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:

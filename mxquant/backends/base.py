@@ -1,5 +1,5 @@
-"""The protocol of a backend: a matmul of activations with a quantized weight, on plain tensors and a description of
-the problem.
+"""The protocol of a backend: a matmul of activations with a quantized weight, or of groups of rows with a stack of
+them, on plain tensors and a description of the problem.
 
 A backend never sees the tensor subclass. It answers for each problem whether it takes it or why not; it takes one
 only where it computes exactly what the problem says: the same codes, the same activation quantization, nothing
@@ -9,7 +9,7 @@ clamped and nothing dropped.
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
@@ -30,11 +30,49 @@ class Operand(NamedTuple):
     scale: Tensor
     per_tensor_scale: Tensor | None = None
     activation_scale: Tensor | None = None
-    """Static fp32 scale of the activations, where a checkpoint brings one."""
+    """Static fp32 scale of the activations, where a checkpoint brings one: 0-dim, or [E, 1, 1] for a stack of E."""
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Operand:
         """`function` of each tensor that is there."""
         return Operand(*(None if tensor is None else function(tensor) for tensor in self))  # type: ignore[arg-type]
+
+    def matrix(self, index: int) -> Operand:
+        """One matrix of a stack [E, N, ...]; its scales are 0-dim where they are one for each matrix."""
+        matrices = self.qdata.shape[0]
+
+        def scale_of(scale: Tensor | None) -> Tensor | None:
+            if scale is None or scale.dim() == 0:
+                return scale
+            chosen = scale.expand(matrices, *scale.shape[1:])[index]
+            return chosen.reshape(()) if chosen.numel() == 1 else chosen
+
+        static = scale_of(self.activation_scale)
+        return Operand(self.qdata[index], self.scale[index], scale_of(self.per_tensor_scale), static)
+
+
+class Groups(NamedTuple):
+    """Which rows are multiplied with which matrix of a stack: rows sorted by matrix."""
+
+    offsets: Tensor
+    """int32 [E]: where the rows of each matrix end. Rows beyond the last belong to none, and give zeros."""
+    rows: Tensor | None = None
+    """int64 [S]: the row of the input that stands at each sorted place; None: the input is sorted itself."""
+
+    def count(self, x: Tensor) -> int:
+        """Rows of the result, for input `x`."""
+        return x.shape[0] if self.rows is None else self.rows.shape[0]
+
+    def on_host(self) -> Iterator[tuple[int, slice]]:
+        """Each matrix that has rows, and its sorted places. Reads the offsets, which a GPU has to wait for."""
+        start = 0
+        for index, end in enumerate(self.offsets.tolist()):
+            if end > start:
+                yield index, slice(start, end)
+                start = end
+
+    def pick(self, x: Tensor, places: slice) -> Tensor:
+        """The rows of the input that stand at `places`."""
+        return x[places] if self.rows is None else x[self.rows[places]]
 
 
 @dataclass(frozen=True)
@@ -42,8 +80,8 @@ class Problem:
     """What is to be computed: `input [..., K] @ weight[N, K].T`, or `input [..., N] @ weight[N, K]` where contraction
     is "unblocked".
 
-    The number of input rows is not part of it: a backend chooses by that inside, so that no compiled graph branches
-    on it.
+    The number of input rows is not part of it, nor how they are grouped: a backend chooses by that inside, so that no
+    compiled graph branches on it.
     """
 
     weight: str
@@ -65,6 +103,8 @@ class Problem:
     """CUDA compute capability; None elsewhere."""
     contraction: str = "blocked"
     layout: str = CANONICAL
+    experts: int = 0
+    """Matrices in the stack of a grouped matmul; 0 for the matmul of one matrix."""
 
 
 class Layout(abc.ABC):
@@ -119,3 +159,26 @@ class Backend(abc.ABC):
         Returns:
             [M, N], or [M, K].
         """
+
+    def grouped_matmul(
+        self, x: Tensor, weights: Operand, bias: Tensor | None, groups: Groups, problem: Problem
+    ) -> Tensor:
+        """Each group of rows times its own matrix, where `problem.experts` is not 0.
+
+        Here one matmul an expert that has rows, with the offsets read on the host. A backend with a grouped kernel
+        overrides this; one whose matmul does not serve experts says so in `reject`.
+
+        Args:
+            x: [S, K] sorted by expert, or [T, K] in any order with `groups.rows`; N instead of K where "unblocked".
+            weights: a stack of E matrices in this backend's layout, the experts in front.
+            bias: [E, N] ([E, K] where "unblocked"), any floating dtype, or None.
+
+        Returns:
+            [S, N], or [S, K], in `problem.dtype`; zero beyond the last group.
+        """
+        width = problem.out_features if problem.contraction == "blocked" else problem.in_features
+        y = x.new_zeros(groups.count(x), width, dtype=problem.dtype)
+        for expert, places in groups.on_host():
+            added = None if bias is None else bias[expert]
+            y[places] = self.matmul(groups.pick(x, places), weights.matrix(expert), added, problem)
+        return y

@@ -4,6 +4,7 @@ of formats.
 Operands are exact. bf16 inputs are multiplied in bf16, where MX values are exact and products are summed in fp32;
 what needs a factor after the sum (NVFP4's per-tensor scale, FP8's row scale) and fp16 (whose range MX scales exceed)
 is multiplied in fp32; fp32 and fp64 in themselves. The whole weight is never held dequantized, and nothing is cached.
+Of a stack of experts, only those that have rows are decoded, one after the other and each a few rows at a time.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from mxquant.backends.base import Backend, Operand, Problem
+from mxquant.backends.base import Backend, Groups, Operand, Problem
 from mxquant.formats.block import dequantize_blocks
 from mxquant.formats.spec import Format, get_format
 from mxquant.kernels.lookup import decoded_rows
@@ -35,26 +36,58 @@ class Emulation(Backend):
         return None
 
     def matmul(self, x: Tensor, weight: Operand, bias: Tensor | None, problem: Problem) -> Tensor:
-        fmt = get_format(problem.weight)
-        dtype = _arithmetic_dtype(problem, fmt)
-        outer: Tensor | None = None
-        if problem.activation is not None:
-            activation = get_format(problem.activation, activation=True)
-            x, outer = quantize_dequantize(x, activation, problem.activation_scale_mode, weight.activation_scale, dtype)
-        x = x.to(dtype)
-        multiply = _multiply_blocked if problem.contraction == "blocked" else _multiply_unblocked
-        factors = [factor for factor in (outer, weight.per_tensor_scale) if factor is not None]
-        if not factors:
-            return multiply(x, weight, None if bias is None else bias.to(dtype), problem, fmt).to(problem.dtype)
-        y = multiply(x, weight, None, problem, fmt)
-        for factor in factors:
-            y.mul_(factor.reshape(-1, 1))
-        return (y if bias is None else y.add_(bias)).to(problem.dtype)
+        values, outer = _prepare(x, weight, problem)
+        return _multiply(values, outer, weight, bias, problem)
+
+    def grouped_matmul(
+        self, x: Tensor, weights: Operand, bias: Tensor | None, groups: Groups, problem: Problem
+    ) -> Tensor:
+        static = weights.activation_scale
+        if problem.activation is not None and static is not None and static.numel() > 1:
+            # Each expert quantizes the rows that it gets by a scale of its own.
+            return super().grouped_matmul(x, weights, bias, groups, problem)
+        # Every row once, however many experts it goes to.
+        values, outer = _prepare(x, weights, problem)
+        width = problem.out_features if problem.contraction == "blocked" else problem.in_features
+        y = x.new_zeros(groups.count(x), width, dtype=problem.dtype)
+        for expert, places in groups.on_host():
+            factor = None if outer is None else groups.pick(outer, places)
+            added = None if bias is None else bias[expert]
+            y[places] = _multiply(groups.pick(values, places), factor, weights.matrix(expert), added, problem)
+        return y
 
 
-def _arithmetic_dtype(problem: Problem, fmt: Format) -> torch.dtype:
+def _prepare(x: Tensor, weight: Operand, problem: Problem) -> tuple[Tensor, Tensor | None]:
+    """The input as it is multiplied: quantized where the problem says so; and the factor [M, 1] left to multiply the
+    result with, or None.
+    """
+    dtype = _arithmetic_dtype(problem)
+    if problem.activation is None:
+        return x.to(dtype), None
+    activation = get_format(problem.activation, activation=True)
+    static = weight.activation_scale
+    return quantize_dequantize(
+        x, activation, problem.activation_scale_mode, None if static is None else static.reshape(()), dtype
+    )
+
+
+def _multiply(x: Tensor, outer: Tensor | None, weight: Operand, bias: Tensor | None, problem: Problem) -> Tensor:
+    """The product of a prepared input with one matrix."""
+    fmt = get_format(problem.weight)
+    multiply = _multiply_blocked if problem.contraction == "blocked" else _multiply_unblocked
+    factors = [factor for factor in (outer, weight.per_tensor_scale) if factor is not None]
+    if not factors:
+        return multiply(x, weight, None if bias is None else bias.to(x.dtype), problem, fmt).to(problem.dtype)
+    y = multiply(x, weight, None, problem, fmt)
+    for factor in factors:
+        y.mul_(factor.reshape(-1, 1))
+    return (y if bias is None else y.add_(bias)).to(problem.dtype)
+
+
+def _arithmetic_dtype(problem: Problem) -> torch.dtype:
     if problem.dtype == torch.float64:
         return torch.float64
+    fmt = get_format(problem.weight)
     activation = get_format(problem.activation, activation=True) if problem.activation else None
     has_outer_factor = fmt.per_tensor or (activation is not None and activation.scale_format != "e8m0")
     return torch.bfloat16 if problem.dtype == torch.bfloat16 and not has_outer_factor else torch.float32

@@ -47,7 +47,7 @@ def quantize_parameter(
     quantized = quantize(source, config.format, scale_mode=config.scale_mode, nonfinite="raise")
     if not weight_only:
         quantized = quantized.with_activation(config.activation_format, config.activation_scale_mode)
-    return _replace(parameter, as_weight(quantized, config.backend), requires_grad=False)
+    return replace_parameter(parameter, as_weight(quantized, config.backend), requires_grad=False)
 
 
 def dequantize_parameter(parameter: nn.Parameter) -> nn.Parameter:
@@ -56,10 +56,10 @@ def dequantize_parameter(parameter: nn.Parameter) -> nn.Parameter:
     """
     if not isinstance(parameter, MXTensor):
         raise TypeError(f"only a quantized parameter can be dequantized; got {type(parameter).__name__}")
-    return _replace(parameter, parameter.dequantize(), requires_grad=parameter.requires_grad)
+    return replace_parameter(parameter, parameter.dequantize(), requires_grad=parameter.requires_grad)
 
 
-def _replace(old: nn.Parameter, data: torch.Tensor, *, requires_grad: bool) -> nn.Parameter:
+def replace_parameter(old: nn.Parameter, data: torch.Tensor, *, requires_grad: bool) -> nn.Parameter:
     attributes = old.foreign_attributes() if isinstance(old, MXTensor) else old.__dict__
     new = nn.Parameter(data, requires_grad=requires_grad)
     new.__dict__.update(attributes)

@@ -1,9 +1,10 @@
 """The tensor subclass and its operators."""
 
-# The first three fill the operator tables.
-from mxquant.tensor import lifecycle, matmul, state, views
+# These fill the operator tables.
+from mxquant.tensor import grouped, lifecycle, matmul, state, views
 from mxquant.tensor.choose import as_weight, describe, requested_backend
 from mxquant.tensor.construct import quantize
+from mxquant.tensor.grouped import grouped_product
 from mxquant.tensor.metadata import Metadata
 from mxquant.tensor.mxtensor import EmulatedMXTensor, MXTensor, precision
 from mxquant.tensor.state import flatten_state_dict, unflatten_state_dict
@@ -15,6 +16,7 @@ __all__ = [
     "as_weight",
     "describe",
     "flatten_state_dict",
+    "grouped_product",
     "precision",
     "quantize",
     "requested_backend",

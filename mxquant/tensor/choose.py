@@ -18,13 +18,16 @@ def describe(
     *,
     contraction: str = "blocked",
     device: torch.device | None = None,
+    grouped: bool | None = None,
 ) -> Problem:
-    """The problem that a matmul with `weight` (2-D, or a stack of such) poses.
+    """The problem that a matmul with `weight` poses: 2-D, or a stack of such.
 
     Args:
         dtype: of the other operand; None: the weight's own.
         contraction: "blocked" along the weight's blocked axis, "unblocked" along the other.
         device: to ask about another device than the weight's, where it would be prepared anew.
+        grouped: of a stack, whether groups of rows are multiplied each with its own matrix, as in experts, or one
+            matrix at a time; None: whatever a stack is there for.
     """
     # While a graph is traced the sizes may be symbolic: a choice of backend specializes on them.
     n, k = map(int, physical_shape(weight)[-2:])
@@ -45,6 +48,7 @@ def describe(
         capability=_capability(device),
         contraction=contraction,
         layout=metadata.layout if device == here else ANY_LAYOUT,
+        experts=int(weight.shape[0]) if weight.dim() == 3 and grouped is not False else 0,
     )
 
 

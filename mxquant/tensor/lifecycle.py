@@ -152,11 +152,12 @@ def _new(
     end = offset + lead.pop(tensor.axis)
     per_tensor, static = tensor.per_tensor_scale, tensor.activation_scale
     spread = () if per_tensor is None or per_tensor.dim() == 0 else (*lead, 1)
+    experts = () if static is None or static.dim() == 0 else (lead[0], *static.shape[1:])
     operand = Operand(
         make(tensor.qdata, (*lead, fmt.packed_size(end)), device=device),
         make(tensor.scale, (*lead, fmt.num_blocks(end)), device=device),
         None if per_tensor is None else make(per_tensor, spread, device=device),
-        None if static is None else make(static, static.shape, device=device),
+        None if static is None else make(static, experts, device=device),
     )
     metadata = dataclasses.replace(tensor.metadata, dtype=dtype, block_offset=offset)
     return _keep_attributes(tensor, as_moved_weight(MXTensor(operand, metadata, size), tensor.backend))

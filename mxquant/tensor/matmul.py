@@ -1,4 +1,4 @@
-"""Matmuls with an MXTensor on one side: linear, mm, addmm, bmm, grouped_mm and embedding.
+"""Matmuls with an MXTensor on one side: linear, mm, addmm, bmm and embedding. (`grouped` has grouped_mm.)
 
 Each is brought to one form: the quantized weight W, physically [N, K] (or a stack of such) and blocked along K, with
 x @ W.T ("blocked": activations are quantized) or x @ W ("unblocked", as for the gradient of the input). While a graph
@@ -34,37 +34,56 @@ from mxquant.tensor.views import index_select, view
 aten = torch.ops.aten
 
 
-def product(
-    x: Tensor, weight: MXTensor, contracted: int, bias: Tensor | None = None, offsets: Tensor | None = None
-) -> Tensor:
+def product(x: Tensor, weight: MXTensor, contracted: int, bias: Tensor | None = None) -> Tensor:
     """`x` times `weight`, contracting x's last axis with the weight's axis `contracted` (-1 as F.linear, -2 as x @
     weight).
 
     Args:
-        x: [..., width] for a 2-D weight; [B, M, width] for a stack of B; [T, width] with `offsets`.
+        x: [..., width] for a 2-D weight; [B, M, width] for a stack of B.
         bias: as wide as the result, or None.
-        offsets: int32 [E], the ends of the row groups of `x`, one for each weight of the stack (`grouped_mm`).
     """
     if weight.dim() == 1:
         return product(x, view(weight, (1, weight.shape[0])), -1, bias).squeeze(-1)
-    _check(x, weight, contracted, bias, offsets)
+    check_operands(x, weight, contracted, bias)
+    if weight.dim() == 3 and (x.dim() != 3 or x.shape[0] != weight.shape[0]):
+        width = weight.shape[contracted]
+        raise ValueError(
+            f"input of shape {tuple(x.shape)} does not fit the stack {weight!r}: its shape is [{weight.shape[0]}, M, "
+            f"{width}]"
+        )
     contraction = "blocked" if weight.axis == contracted else "unblocked"
-    problem = describe(weight, x.dtype, contraction=contraction)
+    problem = describe(weight, x.dtype, contraction=contraction, grouped=False)
+    backend, weight = choose_backend(weight, problem)
+    if not is_traced(x, weight.qdata):
+        return _run(x, weight, bias, problem, backend)
+    text, shape = weight.metadata.to_json(), physical_shape(weight)
+    result: Tensor = torch.ops.mxquant.matmul(x, *weight.operand, bias, text, shape, contraction, backend.name)
+    return result
+
+
+def choose_backend(weight: MXTensor, problem: Problem) -> tuple[Backend, MXTensor]:
+    """The backend that computes `problem`, and the weight in its layout.
+
+    Raises:
+        ValueError: the backend that the weight asks for cannot compute it, or not hold its values.
+    """
     backend = select(problem, requested_backend(weight))
     prepared = in_layout_of(backend, weight)
     if prepared is None:
         raise ValueError(
             f'backend {backend.name!r} cannot hold the values of {weight!r}; use backend="auto" for one that can'
         )
-    weight = prepared
-    if not is_traced(x, weight.qdata):
-        return _run(x, weight, bias, offsets, problem, backend)
-    text, shape = weight.metadata.to_json(), physical_shape(weight)
-    result: Tensor = torch.ops.mxquant.matmul(x, *weight.operand, bias, offsets, text, shape, contraction, backend.name)
-    return result
+    return backend, prepared
 
 
-def _check(x: Tensor, weight: MXTensor, contracted: int, bias: Tensor | None, offsets: Tensor | None) -> None:
+def check_operands(x: Tensor, weight: MXTensor, contracted: int, bias: Tensor | None) -> None:
+    """Refuse operands that no product can be made of.
+
+    Raises:
+        NotImplementedError: both sides are quantized, or the blocked axis is not one of the last two.
+        ValueError: sizes or devices that do not fit, or activations to quantize in other blocks than the weight's.
+        TypeError: `x` is not floating.
+    """
     if isinstance(x, MXTensor):
         raise NotImplementedError(
             f"both sides of a matmul are quantized: {x!r} and {weight!r}; call .dequantize() on one of them"
@@ -84,11 +103,6 @@ def _check(x: Tensor, weight: MXTensor, contracted: int, bias: Tensor | None, of
     width = weight.shape[contracted]
     if x.dim() == 0 or x.shape[-1] != width:
         raise ValueError(f"input of shape {tuple(x.shape)} does not fit {weight!r}: its last axis must be {width}")
-    if offsets is None and weight.dim() == 3 and (x.dim() != 3 or x.shape[0] != weight.shape[0]):
-        raise ValueError(
-            f"input of shape {tuple(x.shape)} does not fit the stack {weight!r}: its shape is [{weight.shape[0]}, M, "
-            f"{width}]"
-        )
     metadata = weight.metadata
     if metadata.block_offset and metadata.activation is not None and weight.axis == contracted:
         raise ValueError(
@@ -99,40 +113,21 @@ def _check(x: Tensor, weight: MXTensor, contracted: int, bias: Tensor | None, of
         )
 
 
-def _run(
-    x: Tensor, weight: MXTensor, bias: Tensor | None, offsets: Tensor | None, problem: Problem, backend: Backend
-) -> Tensor:
+def _run(x: Tensor, weight: MXTensor, bias: Tensor | None, problem: Problem, backend: Backend) -> Tensor:
     """The product on real tensors; `weight` is in the layout of the backend."""
     width = problem.out_features if problem.contraction == "blocked" else problem.in_features
     if weight.dim() == 2:
         lead = x.shape[:-1]
         rows = x if len(lead) == 1 else x.reshape(math.prod(lead), x.shape[-1])
-        y = backend.matmul(rows, _one_scale(weight.operand), bias, problem)
+        y = backend.matmul(rows, one_scale(weight.operand), bias, problem)
         return y if rows is x else y.view(*lead, width)
-    experts = [_one_scale(_expert(weight, index)) for index in range(weight.shape[0])]
-    if offsets is None:
-        y = x.new_empty(*x.shape[:-1], width)
-        for index, expert in enumerate(experts):
-            y[index] = backend.matmul(x[index], expert, None, problem)
-        return y
-    # Rows beyond the last group belong to no expert: zeros, never what the memory held.
-    y = x.new_zeros(x.shape[0], width)
-    start = 0
-    for expert, end in zip(experts, offsets.tolist(), strict=True):
-        if end > start:
-            y[start:end] = backend.matmul(x[start:end], expert, None, problem)
-        start = max(start, end)
+    y = x.new_empty(*x.shape[:-1], width)
+    for index in range(weight.shape[0]):
+        y[index] = backend.matmul(x[index], one_scale(weight.operand.matrix(index)), None, problem)
     return y
 
 
-def _expert(weight: MXTensor, index: int) -> Operand:
-    per_tensor = weight.per_tensor_scale
-    if per_tensor is not None and per_tensor.dim() > 0:
-        per_tensor = per_tensor.expand(weight.shape[0], *per_tensor.shape[1:])[index]
-    return Operand(weight.qdata[index], weight.scale[index], per_tensor, weight.activation_scale)
-
-
-def _one_scale(operand: Operand) -> Operand:
+def one_scale(operand: Operand) -> Operand:
     """A matmul multiplies its sum with the per-tensor scale, so a 2-D weight has one.
 
     Raises:
@@ -141,12 +136,26 @@ def _one_scale(operand: Operand) -> Operand:
     scale = operand.per_tensor_scale
     if scale is None or scale.numel() == 1:
         return operand
-    if not bool((scale == scale.flatten()[0]).all()):
+    return operand._replace(per_tensor_scale=_same(scale.flatten(), 0).reshape(()))
+
+
+def one_scale_each(operand: Operand) -> Operand:
+    """`one_scale` for each matrix of a stack: 0-dim, or [E, 1, 1]."""
+    scale = operand.per_tensor_scale
+    if scale is None or scale.dim() == 0 or scale.shape[1] == 1:
+        return operand
+    return operand._replace(per_tensor_scale=_same(scale, 1))
+
+
+def _same(scale: Tensor, axis: int) -> Tensor:
+    """The first index of `axis`, where all have the same scales."""
+    first = scale.narrow(axis, 0, 1)
+    if not bool((scale == first).all()):
         raise NotImplementedError(
-            f"the rows of this NVFP4 weight have different per-tensor scales ({scale.numel()} of them); "
+            f"the rows of this NVFP4 weight have different per-tensor scales ({scale.shape[axis]} of them); "
             "multiply the weights that were joined one by one"
         )
-    return operand._replace(per_tensor_scale=scale.flatten()[0])
+    return first
 
 
 @torch.library.custom_op("mxquant::matmul", mutates_args=())
@@ -157,7 +166,6 @@ def _matmul_op(
     per_tensor_scale: Tensor | None,
     activation_scale: Tensor | None,
     bias: Tensor | None,
-    offsets: Tensor | None,
     metadata: str,
     physical: Sequence[int],
     contraction: str,
@@ -166,8 +174,8 @@ def _matmul_op(
     parsed, _ = metadata_from_json(metadata)
     operand = Operand(qdata, scale, per_tensor_scale, activation_scale)
     weight = MXTensor(operand, parsed, logical_shape(physical, parsed.axis))
-    problem = describe(weight, x.dtype, contraction=contraction)
-    return _run(x, weight, bias, offsets, problem, get_backend(backend))
+    problem = describe(weight, x.dtype, contraction=contraction, grouped=False)
+    return _run(x, weight, bias, problem, get_backend(backend))
 
 
 @_matmul_op.register_fake
@@ -178,7 +186,6 @@ def _(
     per_tensor_scale: Tensor | None,
     activation_scale: Tensor | None,
     bias: Tensor | None,
-    offsets: Tensor | None,
     metadata: str,
     physical: Sequence[int],
     contraction: str,
@@ -227,23 +234,6 @@ def addmm(bias: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float =
         return product(a, b, -2, bias)
     # As in torch, beta = 0 leaves the first term out, whatever it holds.
     return alpha * mm(a, b) if beta == 0 else beta * bias + alpha * mm(a, b)
-
-
-@implements(aten._grouped_mm.default)
-def grouped_mm(
-    a: Tensor, b: Tensor, offs: Tensor | None = None, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
-) -> Tensor:
-    """`torch._grouped_mm` of activations [T, K] with quantized weights [E, K, N]: rows up to offs[e] by weight e.
-
-    Rows beyond the last offset are zero.
-    """
-    if not isinstance(b, MXTensor) or b.dim() != 3 or a.dim() != 2 or offs is None or bias is not None:
-        raise NotImplementedError(
-            "grouped_mm with quantized weights takes activations [T, K], a weight [E, K, N], offs [E] and no bias; "
-            "call .dequantize() on the weight for other forms"
-        )
-    y = product(a, b, -2, offsets=offs)
-    return y if out_dtype is None else y.to(out_dtype)
 
 
 @implements(aten.embedding.default)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,7 +20,14 @@ from mxquant.backends.registry import backend_of_layout
 from mxquant.formats.spec import Format, get_format, resolve_scale_mode
 from mxquant.tensor.metadata import Metadata
 
+_logger = logging.getLogger("mxquant")
+_SHARED_ACTIVATION_SCALE = (
+    "one static activation scale for %d experts: the range of each one's own activations is lost. Give one for each "
+    "expert where there are such, or none to have them computed at run time"
+)
 _INNER = ("qdata", "scale", "per_tensor_scale", "activation_scale")
+# Raised where an operator of `torch.ops.mxquant` changes its arguments: graphs compiled for the old ones are on disk.
+_OPERATORS = 2
 _OWN_ATTRIBUTES = frozenset((*_INNER, "metadata", "backend", "_is_param"))
 
 _DISPATCH: dict[Any, Callable[..., Any]] = {}
@@ -58,7 +66,7 @@ class MXTensor(torch.Tensor):
         qdata: uint8 packed codes, [..., packed bytes]: the other axes in order, the blocked axis last.
         scale: uint8 scale bits, [..., blocks]: E8M0, or E4M3 for NVFP4.
         per_tensor_scale: NVFP4's fp32 multiplier, 0-dim or [..., 1] over the other axes; None for MX formats.
-        activation_scale: static fp32 scale of the activations, or None.
+        activation_scale: static fp32 scale of the activations, 0-dim or [E, 1, 1] for a stack; or None.
         metadata: the frozen `Metadata`.
         backend: the backend asked for, "auto" for the best; in memory only, never saved.
     """
@@ -189,7 +197,8 @@ class MXTensor(torch.Tensor):
         Args:
             activation: an activation format's name, or None for weight-only.
             scale_mode: of an MX format; None: its default.
-            scale: static fp32 scale, one element (NVFP4's per-tensor scale, FP8's scale); None: dynamic.
+            scale: static fp32 scale (NVFP4's per-tensor scale, FP8's scale), one element, or one for each matrix of a
+                stack [E, ...]; None: dynamic.
 
         Raises:
             ValueError: unknown format or mode, or a scale that the format cannot have.
@@ -212,8 +221,13 @@ class MXTensor(torch.Tensor):
         if fmt.scale_format == "e8m0":
             raise ValueError(f"a static activation scale is for nvfp4, fp8_e4m3 and fp8_e5m2; {fmt.name} has none")
         check_multiplier("a static activation scale", scale, self.device)
+        if self.dim() == 3 and self.axis != -3 and scale.numel() == self.shape[0] > 1:
+            return scale.detach().reshape(-1, 1, 1)
         if scale.numel() != 1:
-            raise ValueError(f"a static activation scale has one element; got shape {tuple(scale.shape)}")
+            stack = f", or {self.shape[0]}, one for each matrix" if self.dim() == 3 else ""
+            raise ValueError(f"a static activation scale has one element{stack}; got shape {tuple(scale.shape)}")
+        if self.dim() == 3 and self.shape[0] > 1:
+            _logger.warning(_SHARED_ACTIVATION_SCALE, self.shape[0])
         return scale.detach().reshape(())
 
     def rewrap(
@@ -241,15 +255,11 @@ class MXTensor(torch.Tensor):
         return self.rewrap(self.operand._replace(qdata=qdata, scale=scale), metadata)
 
     def foreign_attributes(self) -> dict[str, Any]:
-        """Python attributes that others put on the tensor (weight loaders, sharding marks), which a replacement must
-        keep.
-        """
+        """Python attributes that others put on the tensor (weight loaders, sharding marks), for a replacement."""
         return {name: value for name, value in self.__dict__.items() if name not in _OWN_ATTRIBUTES}
 
     def parameter_mark(self) -> dict[str, Any]:
-        """The attribute by which `nn.Parameter` knows a subclass instance as its own; a copy of a parameter has it
-        too.
-        """
+        """The attribute by which `nn.Parameter` knows a subclass instance as its own; a copy has it too."""
         return {"_is_param": True} if isinstance(self, torch.nn.Parameter) else {}
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -259,7 +269,7 @@ class MXTensor(torch.Tensor):
             f"dtype={str(self.metadata.dtype).removeprefix('torch.')}, device={self.device}{grad})"
         )
 
-    # --- saving and sharing: torch's own versions reach for a storage, which a wrapper does not have ---
+    # --- saving and sharing, where torch's own versions reach for a storage ---
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         from mxquant.tensor.state import reduce
@@ -306,8 +316,8 @@ class MXTensor(torch.Tensor):
         return cls(operand, metadata, outer_size, backend)
 
     def _stable_hash_for_caching(self) -> str:
-        """What a compile cache may key on instead of the object: the class and its metadata."""
-        return f"{type(self).__name__}:{self.metadata.to_json()}:{self.backend}"
+        """What a compile cache may key on instead of the object: the class, its metadata and what graphs call."""
+        return f"{type(self).__name__}:{self.metadata.to_json()}:{self.backend}:{_OPERATORS}"
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -42,12 +42,24 @@ def _lead(tensor: MXTensor, dim: int) -> int | None:
     return None if dim == blocked else dim - (dim > blocked)
 
 
-def map_lead(tensor: MXTensor, function: Callable[[Tensor], Tensor]) -> Operand:
-    """`function`, which acts on leading axes only, applied to every inner tensor that has them."""
-    per_tensor = tensor.per_tensor_scale
-    if per_tensor is not None and per_tensor.dim() > 0:
-        per_tensor = function(per_tensor.expand(*tensor.qdata.shape[:-1], 1))
-    return Operand(function(tensor.qdata), function(tensor.scale), per_tensor, tensor.activation_scale)
+def map_lead(tensor: MXTensor, function: Callable[[Tensor], Tensor], *axes: int) -> Operand:
+    """`function`, which acts on leading axes only, applied to every inner tensor that has them.
+
+    Args:
+        axes: the physical axes that it acts on, by which a scale that is the same along the others keeps size 1 there;
+            none given: any.
+    """
+    lead = tensor.qdata.shape[:-1]
+
+    def map_scale(scale: Tensor | None) -> Tensor | None:
+        if scale is None or scale.dim() == 0:
+            return scale
+        sizes = [lead[i] if not axes or i in axes else size for i, size in enumerate(scale.shape[:-1])]
+        mapped = function(scale.expand(*sizes, 1))
+        return mapped.reshape(()) if mapped.numel() == 1 else mapped
+
+    static = map_scale(tensor.activation_scale)
+    return Operand(function(tensor.qdata), function(tensor.scale), map_scale(tensor.per_tensor_scale), static)
 
 
 def _with_axis(tensor: MXTensor, operand: Operand, shape: Sequence[int], axis: int) -> MXTensor:
@@ -92,7 +104,7 @@ def slice_(tensor: MXTensor, dim: int = 0, start: int | None = None, end: int | 
     shape[dim] = -(-(end - start) // step)
     if lead is not None:
         return tensor.rewrap(
-            map_lead(tensor, lambda inner: aten.slice.Tensor(inner, lead, start, end, step)), shape=shape
+            map_lead(tensor, lambda inner: aten.slice.Tensor(inner, lead, start, end, step), lead), shape=shape
         )
     if step != 1:
         _refuse(tensor, f"a slice with step {step} along the blocked axis")
@@ -124,11 +136,17 @@ def split(tensor: MXTensor, size: int, dim: int = 0) -> list[MXTensor]:
 
 @implements(aten.select.int)
 def select(tensor: MXTensor, dim: int, index: int) -> MXTensor:
-    tensor = tensor.canonical()
+    tensor = _pickable(tensor, dim)
     lead = _lead(tensor, dim)
     if lead is None:
         _refuse(tensor, "selecting one index of the blocked axis")
-    return _drop_axis(tensor, map_lead(tensor, lambda inner: inner.select(lead, index)), dim)
+    return _drop_axis(tensor, map_lead(tensor, lambda inner: inner.select(lead, index), lead), dim)
+
+
+def _pickable(tensor: MXTensor, dim: int) -> MXTensor:
+    """The tensor in a layout of which parts along `dim` can be picked: any, where they are matrices of a stack."""
+    is_stack = tensor.dim() == 3 and tensor.axis != -3 and dim in (0, -3)
+    return tensor if is_stack else tensor.canonical()
 
 
 def _drop_axis(tensor: MXTensor, operand: Operand, dim: int) -> MXTensor:
@@ -203,28 +221,28 @@ def expand(tensor: MXTensor, size: Sequence[int], *, implicit: bool = False) -> 
 
 @implements(aten.index_select.default)
 def index_select(tensor: MXTensor, dim: int, index: Tensor) -> MXTensor:
-    tensor = tensor.canonical()
+    tensor = _pickable(tensor, dim)
     lead = _lead(tensor, dim)
     if lead is None:
         _refuse(tensor, "picking indices along the blocked axis")
     shape = list(tensor.shape)
     shape[dim] = index.numel()
-    return tensor.rewrap(map_lead(tensor, lambda inner: inner.index_select(lead, index)), shape=shape)
+    return tensor.rewrap(map_lead(tensor, lambda inner: inner.index_select(lead, index), lead), shape=shape)
 
 
 @implements(aten.index.Tensor)
 def index(tensor: MXTensor, indices: Sequence[Tensor | None]) -> MXTensor:
     """`tensor[ids]` with one index tensor (or mask) for one axis that is not the blocked one."""
-    tensor = tensor.canonical()
     given = [(dim, ids) for dim, ids in enumerate(indices) if ids is not None]
     if len(given) != 1:
         _refuse(tensor, f"indexing with {len(given)} index tensors")
     dim, ids = given[0]
+    tensor = _pickable(tensor, dim) if ids.dim() == 1 else tensor.canonical()
     lead = _lead(tensor, dim)
     if lead is None or (ids.dtype == torch.bool and ids.dim() != 1):
         _refuse(tensor, "picking indices along the blocked axis")
     picked: list[Any] = [slice(None)] * lead + [ids]
-    operand = map_lead(tensor, lambda inner: inner[tuple(picked)])
+    operand = map_lead(tensor, lambda inner: inner[tuple(picked)], lead)
     added = operand.qdata.dim() - tensor.qdata.dim()
     rows = operand.qdata.shape[lead : lead + 1 + added]
     shape = [*tensor.shape[:dim], *rows, *tensor.shape[dim + 1 :]]
@@ -245,8 +263,8 @@ def cat(tensors: Sequence[Any], dim: int = 0) -> MXTensor:
     operand = Operand(
         torch.cat([part.qdata for part in parts], lead),
         torch.cat([part.scale for part in parts], lead),
-        _cat_per_tensor_scales(parts, lead),
-        first.activation_scale,
+        _cat_scales([part.per_tensor_scale for part in parts], parts, lead),
+        _cat_activation_scales(parts, lead),
     )
     return first.rewrap(operand, shape=shape)
 
@@ -256,7 +274,7 @@ def _alike(first: MXTensor, other: Any) -> MXTensor:
     if (
         not isinstance(other, MXTensor)
         or any(getattr(first.metadata, a) != getattr(other.metadata, a) for a in same)
-        or not _equal_or_both_none(first.activation_scale, other.activation_scale)
+        or (first.activation_scale is None) != (other.activation_scale is None)
     ):
         raise ValueError(
             "only tensors of one format, blocked axis, dtype and rule for activations can be joined; "
@@ -265,19 +283,35 @@ def _alike(first: MXTensor, other: Any) -> MXTensor:
     return other.canonical()
 
 
-def _equal_or_both_none(a: Tensor | None, b: Tensor | None) -> bool:
-    return a is b or (a is not None and b is not None and torch.equal(a, b))
-
-
-def _cat_per_tensor_scales(parts: Sequence[MXTensor], lead: int) -> Tensor | None:
-    """One scale where all parts have the same, else one for each index of the leading axes."""
-    scales = [part.per_tensor_scale for part in parts if part.per_tensor_scale is not None]
-    if not scales:
+def _cat_scales(scales: Sequence[Tensor | None], parts: Sequence[MXTensor], lead: int) -> Tensor | None:
+    """One scale where all parts have the same, else one for each index of the axis along which they are joined."""
+    given = [scale for scale in scales if scale is not None]
+    if not given:
         return None
-    if all(scale.dim() == 0 and torch.equal(scale, scales[0]) for scale in scales):
-        return scales[0]
-    spread = [scale.expand(*part.qdata.shape[:-1], 1) for scale, part in zip(scales, parts, strict=True)]
+    if all(scale.dim() == 0 and torch.equal(scale, given[0]) for scale in given):
+        return given[0]
+    if all(math.prod(scale.shape) == (scale.shape[lead] if scale.dim() else 1) for scale in given):
+        # Nowhere but along this axis do they differ.
+        rank = parts[0].qdata.dim()
+        sizes = [[part.qdata.shape[lead] if i == lead else 1 for i in range(rank)] for part in parts]
+        flat = [scale if scale.dim() else scale.view([1] * rank) for scale in given]
+        return torch.cat([scale.expand(size) for scale, size in zip(flat, sizes, strict=True)], lead)
+    spread = [scale.expand(*part.qdata.shape[:-1], 1) for scale, part in zip(given, parts, strict=True)]
     return torch.cat(spread, lead)
+
+
+def _cat_activation_scales(parts: Sequence[MXTensor], lead: int) -> Tensor | None:
+    """Static scales belong to whole matrices: those of a stack may differ, those of one matrix's parts may not."""
+    joined = _cat_scales([part.activation_scale for part in parts], parts, lead)
+    if joined is not None and joined.dim() and not (lead == 0 and parts[0].dim() == 3):
+        scales = [part.activation_scale for part in parts]
+        if any(s is None or scales[0] is None or not torch.equal(s, scales[0]) for s in scales):
+            raise ValueError(
+                "only parts of one static activation scale can be joined to one matrix; call .dequantize() first to "
+                "join them as ordinary tensors, or .with_activation() for another rule"
+            )
+        return scales[0]
+    return joined
 
 
 def _cat_blocked(parts: Sequence[MXTensor], shape: Sequence[int]) -> MXTensor:

@@ -135,6 +135,23 @@ def test_stacks_of_experts_and_their_parts(canonical: MXTensor) -> None:
     assert Mirror.calls > 0
 
 
+def test_matrices_are_picked_out_of_a_stack_as_they_lie(canonical: MXTensor) -> None:
+    """Converting a whole stack for one expert of it would cost more than the product."""
+    stack = quantize(torch.randn(3, 6, 72), canonical.format)
+    kept = as_weight(stack)
+    ids = torch.tensor([2, 0, 2])
+    for part, expected in ((kept[1], stack[1]), (kept[ids], stack[ids]), (kept.index_select(0, ids), stack[ids])):
+        assert part.metadata.layout == "reversed"
+        assert torch.equal(part.dequantize(), expected.dequantize())
+    assert kept.mT[1].metadata.layout == "reversed"
+    assert kept[:, 2].metadata.layout == "canonical"
+    offsets = torch.tensor([1, 1, 4], dtype=torch.int32)
+    x, w64 = torch.randn(4, 72), decode64(stack)
+    y = torch._grouped_mm(x, kept.mT, offs=offsets)
+    assert_product(y[:1], x[:1].double(), w64[0])
+    assert_product(y[1:], x[1:].double(), w64[2])
+
+
 def test_a_tensor_that_was_never_prepared_is_multiplied_right(canonical: MXTensor) -> None:
     """Chosen at the call, the backend still gets its own layout."""
     x = torch.randn(3, 72)

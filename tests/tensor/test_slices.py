@@ -1,5 +1,6 @@
 """Slices of packed codes, on and off the borders of blocks."""
 
+import copy
 from collections.abc import Callable
 
 import pytest
@@ -136,9 +137,36 @@ def test_weights_with_unlike_static_activation_scales_are_not_joined(join: Calla
     weight = quantize(torch.randn(2, 32), "nvfp4")
     a, b = (weight.with_activation("nvfp4", scale=torch.tensor(s)) for s in (0.5, 4.0))
     assert join([a, a]).activation_scale.item() == 0.5
-    for other in (b, weight.with_activation("nvfp4")):
-        with pytest.raises((ValueError, NotImplementedError), match="activation"):
-            join([a, other])
+    with pytest.raises((ValueError, NotImplementedError), match="activation"):
+        join([a, weight.with_activation("nvfp4")])
+    with pytest.raises((ValueError, NotImplementedError), match="activation"):
+        torch.cat([a, b])
+
+
+def test_static_activation_scales_of_a_stack_follow_their_matrices() -> None:
+    scales = torch.tensor([0.5, 1.0, 2.0])
+    matrices = [quantize(torch.randn(2, 32), "nvfp4").with_activation("nvfp4", scale=scale) for scale in scales]
+    stack = torch.stack(matrices)
+    assert stack.activation_scale.shape == stack.per_tensor_scale.shape == (3, 1, 1)
+    ids = torch.tensor([2, 0])
+    for part, expected in (
+        (stack[1], scales[1]),
+        (stack[ids], scales[ids]),
+        (stack[1:], scales[1:]),
+        (stack.mT[:, :, 1:], scales),
+        (stack.index_select(0, ids), scales[ids]),
+        (torch.cat([stack[:1], stack[1:]]), scales),
+        (torch.stack(stack.unbind()), scales),
+        (copy.deepcopy(stack), scales),
+        (torch.empty_like(stack).copy_(stack), scales),
+        (stack.with_activation("nvfp4", scale=scales), scales),
+    ):
+        assert torch.equal(part.activation_scale.flatten(), expected.flatten())
+    assert torch.equal(stack.dequantize(), torch.stack([matrix.dequantize() for matrix in matrices]))
+    with pytest.raises(ValueError, match="has one element, or 3, one for each matrix"):
+        stack.with_activation("nvfp4", scale=torch.ones(2))
+    with pytest.raises(ValueError, match="positive and finite"):
+        stack.with_activation("nvfp4", scale=torch.tensor([0.5, 0.0, 1.0]))
 
 
 def test_nvfp4_with_unlike_per_tensor_scales_is_not_joined_wrongly() -> None:

@@ -1,0 +1,37 @@
+"""transformers: importing this module registers the experts implementation "mxquant".
+
+    import mxquant.integrations.transformers
+    model.set_experts_implementation("mxquant")
+
+Without it, a quantized model's experts run under transformers' own implementations ("grouped_mm", "batched_mm",
+"eager"), through operators, with the same values. `quantize_` does not change a model's implementation.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+from mxquant.modules.moe import experts_forward
+from mxquant.tensor import MXTensor
+from mxquant.tensor.grouped import grouped_mm
+from mxquant.tensor.mxtensor import implements
+
+NAME = "mxquant"
+
+
+def _experts_forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """`mxquant.experts_forward` for blocks with quantized weights; for others transformers' grouped matmul."""
+    if any(isinstance(parameter, MXTensor) for parameter in self._parameters.values()):
+        return experts_forward(self, hidden_states, top_k_index, top_k_weights)
+    return ALL_EXPERTS_FUNCTIONS["grouped_mm"](self, hidden_states, top_k_index, top_k_weights)
+
+
+ALL_EXPERTS_FUNCTIONS.register(NAME, _experts_forward)
+
+
+@implements(torch.ops.transformers.grouped_mm_fallback.default)
+def _grouped_mm_fallback(input: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
+    """What transformers' "grouped_mm" calls while it is compiled with other dtypes than bf16."""
+    return grouped_mm(input, weight, offs)

@@ -1,0 +1,60 @@
+"""On a GPU: a block of experts gives what it gives on a CPU, from the same bytes, whichever backend computes it."""
+
+import copy
+
+import pytest
+import torch
+from matmul_reference import FORMATS
+from torch import nn
+
+from mxquant import experts_forward, quantize_, register_experts_layout
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+
+EXPERTS, HIDDEN, INTERMEDIATE, TOKENS = 8, 256, 512, 37
+
+
+class Experts(nn.Module):
+    """[E, K, N] or [E, N, K], with biases, gate and up interleaved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w13 = nn.Parameter(torch.randn(EXPERTS, HIDDEN, 2 * INTERMEDIATE) / 16)
+        self.b13 = nn.Parameter(torch.randn(EXPERTS, 2 * INTERMEDIATE))
+        self.w2 = nn.Parameter(torch.randn(EXPERTS, HIDDEN, INTERMEDIATE) / 16)
+        self.b2 = nn.Parameter(torch.randn(EXPERTS, HIDDEN))
+
+
+register_experts_layout(
+    Experts, {"w13": -2, "w2": -1}, biases={"w13": "b13", "w2": "b2"}, up="w13", down="w2", gate_order="interleaved"
+)
+
+
+def routed(tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Expert 5 gets none; ids of EXPERTS belong to another rank."""
+    ids = torch.rand(tokens, EXPERTS).topk(3).indices
+    return torch.where(ids == 5, EXPERTS, ids), torch.rand(tokens, 3)
+
+
+@pytest.mark.parametrize("tokens", [1, TOKENS, 700])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("activation", [None, "mxfp4", "nvfp4", "fp8_e4m3"])
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_block_gives_what_it_gives_on_a_cpu(
+    format: str, activation: str | None, dtype: torch.dtype, tokens: int
+) -> None:
+    """As near as rounding lets it: a value that comes between two codes may get the other one."""
+    block = Experts().to(dtype).requires_grad_(False)
+    there = copy.deepcopy(block)
+    config = {"moe": {"weight": format, "activation": activation}}
+    quantize_(block, config)
+    quantize_(there, config, device="cuda")
+    for name in ("w13", "w2"):
+        for part in ("qdata", "scale"):
+            canonical = getattr(there, name).canonical()
+            assert torch.equal(getattr(canonical, part).cpu(), getattr(getattr(block, name), part))
+    x, (ids, weights) = torch.randn(tokens, HIDDEN, dtype=dtype), routed(tokens)
+    expected = experts_forward(block, x, ids, weights)
+    y = experts_forward(there, x.cuda(), ids.cuda(), weights.cuda())
+    assert y.dtype == dtype
+    assert (y.cpu().float() - expected.float()).norm() < (0.02 if activation is None else 0.1) * expected.float().norm()

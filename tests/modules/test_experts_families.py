@@ -1,0 +1,376 @@
+"""Expert blocks that transformers does not decorate, other libraries', and layouts that a user registers."""
+
+import copy
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+pytest.importorskip("transformers")
+
+from experts_classes import EXPERTS, HIDDEN, build, fill
+from moe_reference import assert_block, routing
+
+from mxquant import MXTensor, dequantize_, experts_forward, quantize_, register_experts_layout, summary
+from mxquant.modules.families import FAMILIES
+from mxquant.modules.registry import experts_layout
+
+TOKENS = 6
+
+
+def transformers_class(path: str, name: str) -> nn.Module:
+    return build(f"transformers.models.{path}.modeling_{path}", name)
+
+
+def llama4() -> tuple[nn.Module, list[Any]]:
+    experts = transformers_class("llama4", "Llama4TextExperts")
+    return experts, [torch.randn(EXPERTS * TOKENS, HIDDEN)]
+
+
+def longcat() -> tuple[nn.Module, list[Any]]:
+    """Ids from EXPERTS on are identity experts."""
+    experts = transformers_class("longcat_flash", "LongcatFlashExperts")
+    ids = torch.tensor([[0, EXPERTS], [1, 2], [EXPERTS + 1, 3], [2, 0], [3, 1], [0, 1]])
+    return experts, [torch.randn(TOKENS, HIDDEN), ids, routing(TOKENS, EXPERTS)[1]]
+
+
+def step3p7() -> tuple[nn.Module, list[Any]]:
+    experts = transformers_class("step3p7", "Step3p7Experts")
+    experts.limit = 0.5
+    return experts, [torch.randn(TOKENS, HIDDEN), *routing(TOKENS, EXPERTS)]
+
+
+def jetmoe() -> tuple[nn.Module, list[Any]]:
+    from transformers.models.jetmoe.modeling_jetmoe import JetMoeParallelExperts
+
+    return fill(JetMoeParallelExperts(EXPERTS, HIDDEN, 72)), [torch.randn(TOKENS, HIDDEN), [1, 0, 3, 2]]
+
+
+def inkling_shared() -> tuple[nn.Module, list[Any]]:
+    experts = transformers_class("inkling", "InklingSharedExperts")
+    return experts, [torch.randn(1, TOKENS, HIDDEN), torch.rand(1, TOKENS, experts.n_shared_experts)]
+
+
+def dbrx() -> tuple[nn.Module, list[Any]]:
+    experts = transformers_class("dbrx", "DbrxExperts")
+    for parameter in experts.parameters():
+        parameter.data *= 0.5
+    return experts, [torch.randn(TOKENS, experts.hidden_size), *routing(TOKENS, experts.num_experts)]
+
+
+class GroupedExperts(nn.Module):
+    """With the parameters and the forward of torchtitan's class of this name, for tokens sorted by expert."""
+
+    def __init__(self, names: tuple[str, str, str]) -> None:
+        super().__init__()
+        self.names = names
+        for name, shape in zip(names, ((72, HIDDEN), (HIDDEN, 72), (72, HIDDEN)), strict=True):
+            setattr(self, name, nn.Parameter(torch.empty(EXPERTS, *shape)))
+
+    def forward(self, x: Tensor, num_tokens_per_expert: Tensor) -> Tensor:
+        w1, w2, w3 = (getattr(self, name) for name in self.names)
+        parts = []
+        for expert, rows in enumerate(torch.split(x, num_tokens_per_expert.tolist())):
+            h = F.silu(torch.matmul(rows, w1[expert].transpose(-2, -1)))
+            h = h * torch.matmul(rows, w3[expert].transpose(-2, -1))
+            parts.append(torch.matmul(h, w2[expert].transpose(-2, -1)))
+        return torch.cat(parts)
+
+
+GroupedExperts.__module__ = "torchtitan.models.moe.moe"
+
+
+def torchtitan(*names: str) -> tuple[nn.Module, list[Any]]:
+    return fill(GroupedExperts(names)), [torch.randn(TOKENS, HIDDEN), torch.tensor([2, 0, 1, 3])]  # type: ignore[arg-type]
+
+
+class GptOssGroupedExperts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp1_weight = nn.Parameter(torch.empty(EXPERTS, 144, HIDDEN))
+        self.mlp1_bias = nn.Parameter(torch.empty(EXPERTS, 144))
+        self.mlp2_weight = nn.Parameter(torch.empty(EXPERTS, HIDDEN, 72))
+        self.mlp2_bias = nn.Parameter(torch.empty(EXPERTS, HIDDEN))
+
+    def forward(self, x: Tensor, num_tokens_per_expert: Tensor) -> Tensor:
+        parts = []
+        for expert, rows in enumerate(torch.split(x, num_tokens_per_expert.tolist())):
+            h = torch.matmul(rows, self.mlp1_weight[expert].transpose(-2, -1)) + self.mlp1_bias[expert]
+            h = F.silu(h[..., ::2]) * h[..., 1::2]
+            parts.append(torch.matmul(h, self.mlp2_weight[expert].transpose(-2, -1)) + self.mlp2_bias[expert])
+        return torch.cat(parts)
+
+
+GptOssGroupedExperts.__module__ = "torchtitan.models.gpt_oss.moe"
+
+
+def torchtitan_gpt_oss() -> tuple[nn.Module, list[Any]]:
+    return fill(GptOssGroupedExperts()), [torch.randn(TOKENS, HIDDEN), torch.tensor([2, 0, 1, 3])]
+
+
+CASES: dict[str, Callable[[], tuple[nn.Module, list[Any]]]] = {
+    "Llama4TextExperts": llama4,
+    "LongcatFlashExperts": longcat,
+    "Step3p7Experts": step3p7,
+    "JetMoeParallelExperts": jetmoe,
+    "InklingSharedExperts": inkling_shared,
+    "DbrxExpertGLU": dbrx,
+    "GroupedExperts": lambda: torchtitan("w1", "w2", "w3"),
+    "GroupedExperts with axes in their names": lambda: torchtitan("w1_EFD", "w2_EDF", "w3_EFD"),
+    "GptOssGroupedExperts": torchtitan_gpt_oss,
+}
+
+
+def make(name: str) -> tuple[nn.Module, list[Any]]:
+    try:
+        return CASES[name]()
+    except (ImportError, AttributeError) as error:
+        pytest.skip(f"this transformers has no {name}: {error}")
+
+
+def dense_twin(experts: nn.Module) -> nn.Module:
+    """Its quantized weights as ordinary ones, in the shapes that it had."""
+    twin = copy.deepcopy(experts)
+    dequantize_(twin)
+    assert not [p for p in twin.parameters() if isinstance(p, MXTensor)]
+    return twin
+
+
+def test_every_entry_of_the_table_has_a_case() -> None:
+    assert {name for _, name in FAMILIES} == {name.partition(" ")[0] for name in CASES}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_its_own_forward_multiplies_with_quantized_weights(name: str) -> None:
+    experts, arguments = make(name)
+    shapes = {name: parameter.shape for name, parameter in experts.named_parameters()}
+    stacks = [name for name in shapes if not name.endswith("bias")]
+    quantize_(experts, {"moe": {"weight": "mxfp4", "activation": None}})
+    assert [(row.name, row.kind) for row in summary(experts).quantized] == [(name, "moe") for name in stacks]
+    dense = dense_twin(experts)
+    assert {name: parameter.shape for name, parameter in dense.named_parameters()} == shapes
+    with torch.no_grad():
+        assert_block(experts(*arguments), dense(*arguments).double(), 1e-5)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_k_is_the_axis_that_is_contracted(name: str) -> None:
+    """Activations are quantized along it: the wrong axis would leave them as they are."""
+    experts, arguments = make(name)
+    weight_only = copy.deepcopy(experts)
+    quantize_(weight_only, {"moe": {"weight": "mxfp8", "activation": None}})
+    quantize_(experts, {"moe": {"weight": "mxfp8", "activation": "mxfp4"}})
+    for parameter in experts.parameters():
+        if isinstance(parameter, MXTensor):
+            assert parameter.shape[parameter.axis] in (HIDDEN, 72, *[getattr(experts, "ffn_hidden_size", HIDDEN)])
+    with torch.no_grad():
+        y, exact = experts(*arguments), weight_only(*arguments)
+    assert 0.02 < (y - exact).norm() / exact.norm() < 0.4
+
+
+# experts_forward for blocks that their own forward computes
+
+
+def one_hot_weights(ids: Tensor, weights: Tensor) -> Tensor:
+    """[T, E], zero for experts that were not chosen."""
+    return torch.zeros(ids.shape[0], EXPERTS, dtype=weights.dtype).scatter(1, ids, weights)
+
+
+def test_llama4_weighs_the_input() -> None:
+    """Its own forward gets every token for every expert, weighed, with zeros for those that were not chosen."""
+    experts = llama4()[0].double()
+    quantize_(experts, "mxfp4")
+    x = torch.randn(TOKENS, HIDDEN, dtype=torch.float64)
+    ids, weights = routing(TOKENS, EXPERTS)
+    weighed = x.repeat(EXPERTS, 1) * one_hot_weights(ids, weights.double()).T.reshape(-1, 1)
+    expected = experts(weighed).view(EXPERTS, TOKENS, HIDDEN).sum(0)
+    assert_block(experts_forward(experts, x, ids, weights.double()), expected, 1e-6)
+
+
+@pytest.mark.parametrize("make", [step3p7, dbrx])
+def test_experts_forward_is_the_blocks_own(make: Callable[[], tuple[nn.Module, list[Any]]]) -> None:
+    experts, (x, ids, weights) = make()
+    experts = experts.double()
+    quantize_(experts, "mxfp4")
+    x, weights = x.double(), weights.double()
+    block = getattr(experts, "mlp", experts)
+    assert_block(experts_forward(block, x, ids, weights), experts(x, ids, weights).view(x.shape), 1e-6)
+
+
+def test_experts_forward_of_torchtitan() -> None:
+    experts = torchtitan("w1", "w2", "w3")[0].double()
+    quantize_(experts, "mxfp4")
+    x = torch.randn(TOKENS, HIDDEN, dtype=torch.float64)
+    ids = torch.tensor([0, 0, 2, 3, 3, 3]).unsqueeze(-1)
+    y = experts_forward(experts, x, ids, torch.ones(TOKENS, 1, dtype=torch.float64))
+    assert_block(y, experts(x, torch.tensor([2, 0, 1, 3])), 1e-6)
+
+
+# What is no stack
+
+
+def test_a_module_list_of_linears_is_linears() -> None:
+    from transformers.models.switch_transformers.configuration_switch_transformers import SwitchTransformersConfig
+    from transformers.models.switch_transformers.modeling_switch_transformers import SwitchTransformersExperts
+
+    experts = SwitchTransformersExperts(SwitchTransformersConfig(num_experts=3, d_model=32, d_ff=64))
+    quantize_(experts, "mxfp4")
+    rows = summary(experts).quantized
+    assert [row.kind for row in rows] == ["linear"] * 6
+
+
+def test_a_linear_that_views_its_weight_otherwise_is_skipped() -> None:
+    modeling = pytest.importorskip("transformers.models.deepseek_v4.modeling_deepseek_v4")
+    model = nn.ModuleDict({"o_a_proj": modeling.DeepseekV4GroupedLinear(64, 64, 4), "fc": nn.Linear(32, 32)})
+    quantize_(model, "mxfp4")
+    assert summary(model).skipped[0].reason == "DeepseekV4GroupedLinear has a forward of its own"
+
+
+def test_experts_in_embeddings_are_left_alone() -> None:
+    from transformers import DogeConfig
+    from transformers.models.doge.modeling_doge import DogeCDMoE
+
+    block = DogeCDMoE(DogeConfig(hidden_size=32, intermediate_size=64, num_experts=16, num_experts_per_tok=2))
+    quantize_(block, "mxfp4")
+    reasons = {row.name: row.reason for row in summary(block).skipped}
+    assert reasons["up_embed.weight"] == reasons["down_embed.weight"] == "embedding"
+    assert {row.kind for row in summary(block).quantized} == {"linear"}
+
+
+def test_a_class_of_a_known_name_from_elsewhere_is_not_known() -> None:
+    class Llama4TextExperts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gate_up_proj = nn.Parameter(torch.randn(2, 64, 64))
+            self.down_proj = nn.Parameter(torch.randn(2, 64, 64))
+
+    assert experts_layout(Llama4TextExperts()) is None
+
+
+# Layouts of users
+
+
+class Mine(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(EXPERTS, 32, 90) / 9)
+        self.down = nn.Parameter(torch.randn(EXPERTS, 64, 32) / 9)
+        self.up_bias = nn.Parameter(torch.randn(EXPERTS, 90))
+
+
+def test_an_unknown_stack_says_what_to_do() -> None:
+    class Unknown(Mine):
+        pass
+
+    model = nn.ModuleDict({"experts": Unknown(), "fc": nn.Linear(32, 32)})
+    quantize_(model, "mxfp4")
+    reasons = {row.name: row.reason for row in summary(model).skipped}
+    reason = "stacked experts of unknown layout: register_experts_layout(Unknown, ...) tells the K axis"
+    assert reasons["experts.up"] == reasons["experts.down"] == reason
+    with pytest.raises(NotImplementedError, match=re.escape(reason)):
+        quantize_(Unknown(), {"moe": "mxfp4"})
+
+    register_experts_layout(Unknown, {"up": -2, "down": -1}, biases={"up": "up_bias"})
+    quantize_(model, {"moe": "mxfp4"})
+    assert {row.name: row.shape for row in summary(model).quantized if row.kind == "moe"} == {
+        "experts.up": (EXPERTS, 32, 90),
+        "experts.down": (EXPERTS, 64, 32),
+    }
+    assert (model.experts.up.axis, model.experts.down.axis) == (-2, -1)
+    assert {row.name: row.reason for row in summary(model).skipped}["experts.up_bias"] == "bias of experts"
+    with pytest.raises(ValueError, match="does not name its up, down and gate; call register_experts_layout"):
+        experts_forward(model.experts, *[torch.zeros(1, 1)] * 3)
+
+
+GATES = {
+    None: lambda h: F.silu(h),
+    "halves": lambda h: F.silu(h[..., :45]) * h[..., 45:],
+    "interleaved": lambda h: F.silu(h[..., ::2]) * h[..., 1::2],
+}
+
+
+@pytest.mark.parametrize("gate_order", GATES)
+def test_the_default_gate_follows_the_order(gate_order: str | None) -> None:
+    class Ordered(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up = nn.Parameter(torch.randn(EXPERTS, 90, 32) / 9)
+            self.down = nn.Parameter(torch.randn(EXPERTS, 64, 90 if gate_order is None else 45) / 9)
+
+    register_experts_layout(Ordered, {"up": -1, "down": -1}, up="up", down="down", gate_order=gate_order)
+    block = Ordered().double()
+    quantize_(block, {"moe": {"weight": "mxfp8", "activation": None}})
+    x, ids = torch.randn(5, 32, dtype=torch.float64), torch.tensor([[0], [1], [1], [3], [2]])
+    up, down = block.up.dequantize(), block.down.dequantize()
+    expected = torch.stack(
+        [down[e] @ GATES[gate_order](up[e] @ row) for row, (e,) in zip(x, ids.tolist(), strict=True)]
+    )
+    assert_block(experts_forward(block, x, ids, torch.ones(5, 1)), expected, 1e-6)
+
+
+@pytest.mark.parametrize(
+    "options, error, message",
+    [
+        ({"k_axis": {"up": 1}}, ValueError, r"k_axis of 'up' is 1; -1 for \[experts, N, K\]"),
+        ({"k_axis": {}}, ValueError, "k_axis is empty"),
+        ({"k_axis": {"up": -1}, "down": "w2"}, ValueError, r"down names \['w2'\], which k_axis lacks; it has up"),
+        ({"k_axis": {"up": -1}, "biases": {"w2": "b2"}}, ValueError, r"biases names \['w2'\]"),
+        ({"k_axis": {"up": -1}, "gate_order": "swapped"}, ValueError, "gate_order='swapped' is unknown; use one of"),
+        ({"k_axis": {"up": -1}, "router_weight": "before"}, ValueError, "router_weight='before' is unknown; use"),
+        ({"cls": Mine(), "k_axis": {"up": -1}}, TypeError, "takes a subclass of torch.nn.Module; got Mine"),
+    ],
+    ids=str,
+)
+def test_a_wrong_layout_is_refused(options: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        register_experts_layout(**{"cls": Mine, **options})
+    assert experts_layout(Mine()) is None
+
+
+def test_a_layout_that_does_not_fit_the_module_is_refused() -> None:
+    class Misnamed(Mine):
+        pass
+
+    register_experts_layout(Misnamed, {"w1": -1})
+    with pytest.raises(ValueError, match=r"registered for Misnamed names \['w1'\]; this Misnamed has the parameters"):
+        quantize_(Misnamed(), "mxfp4")
+
+
+def test_a_stack_that_is_none_is_refused_before_any_change() -> None:
+    class Flat(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.count, self.fc = 3, nn.Linear(32, 32)
+            self.w1 = nn.Parameter(torch.randn(64, 32))
+
+    register_experts_layout(Flat, {"w1": -1}, num_experts="count")
+    block = Flat()
+    with pytest.raises(
+        ValueError, match=r"w1: shape \(64, 32\) is no stack of 3 .*; see register_experts_layout, or s"
+    ):
+        quantize_(block, "mxfp4")
+    assert not isinstance(block.fc.weight, MXTensor)
+    block.count = 4
+    quantize_(block, "mxfp4")
+    assert block.w1.shape == (4, 16, 32)
+
+
+def test_tied_stacks_of_two_orientations_are_left_alone() -> None:
+    class AlongLast(Mine):
+        pass
+
+    class AlongMiddle(Mine):
+        pass
+
+    register_experts_layout(AlongLast, {"up": -1})
+    register_experts_layout(AlongMiddle, {"up": -2})
+    model = nn.ModuleList([AlongLast(), AlongMiddle(), nn.Linear(32, 32)])
+    model[1].up = model[0].up
+    quantize_(model, "mxfp4")
+    assert {row.name: row.reason for row in summary(model).skipped}[
+        "0.up"
+    ] == "tied weights that are not multiplied alike"
