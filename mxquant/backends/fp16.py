@@ -13,8 +13,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from mxquant.backends.base import Backend, Layout, Operand, Problem
-from mxquant.backends.tiles import Tiles, reject_device, reject_shape
+from mxquant.backends.base import Backend, Groups, Layout, Operand, Problem
+from mxquant.backends.tiles import Tiles, multiply_few, multiply_groups, reject_device, reject_shape
 from mxquant.kernels.tiles import ROWS
 
 # Up to so many rows decoding in registers is faster than a workspace.
@@ -42,19 +42,18 @@ class FP16(Backend):
         with torch.cuda.device_of(x):
             if problem.contraction == "unblocked":
                 return _multiply_unblocked(x, weight, bias, problem)
-            return (_multiply_few if 0 < x.shape[0] <= _FEW else _multiply_many)(x, weight, bias, problem)
+            return (multiply_few if 0 < x.shape[0] <= _FEW else _multiply_many)(x, weight, bias, problem)
 
-
-def _multiply_few(x: Tensor, weight: Operand, bias: Tensor | None, problem: Problem) -> Tensor:
-    # Imported here, as below: they import triton, which is not everywhere. `from` would take several times as long.
-    import mxquant.kernels.fold as fold
-    import mxquant.kernels.tiled_matmul as tiled
-
-    folded = fold.fold_bfloat16(x)
-    return tiled.multiply_few(folded, x, weight.qdata, weight.scale, bias, problem.out_features, None, problem.dtype)
+    def grouped_matmul(
+        self, x: Tensor, weights: Operand, bias: Tensor | None, groups: Groups, problem: Problem
+    ) -> Tensor:
+        if problem.contraction == "unblocked":
+            return super().grouped_matmul(x, weights, bias, groups, problem)
+        return multiply_groups(x, weights, bias, groups, problem)
 
 
 def _multiply_many(x: Tensor, weight: Operand, bias: Tensor | None, problem: Problem) -> Tensor:
+    # Imported here: it imports triton, which is not everywhere. `from` would take several times as long.
     import mxquant.kernels.tiled_expand as tiled
 
     n, k = problem.out_features, problem.in_features

@@ -13,8 +13,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from mxquant.backends.base import Backend, Layout, Operand, Problem
-from mxquant.backends.tiles import Tiles, reject_device, reject_shape
+from mxquant.backends.base import Backend, Groups, Layout, Operand, Problem
+from mxquant.backends.tiles import Tiles, multiply_few, multiply_groups, reject_device, reject_shape
 
 # Up to so many rows decoding in registers, once for every 128 of them, is faster than a workspace.
 _FEW = 512
@@ -40,20 +40,16 @@ class FP8(Backend):
         x = x if x.stride(-1) == 1 else x.contiguous()
         bias = None if bias is None else bias.contiguous()
         with torch.cuda.device_of(x):
-            return (_multiply_few if x.shape[0] <= _FEW else _multiply_many)(x, weight, bias, problem)
+            return (multiply_few if x.shape[0] <= _FEW else _multiply_many)(x, weight, bias, problem)
 
-
-def _multiply_few(x: Tensor, weight: Operand, bias: Tensor | None, problem: Problem) -> Tensor:
-    # Imported here, as below: they import triton, which is not everywhere. `from` would take several times as long.
-    import mxquant.kernels.fold as fold
-    import mxquant.kernels.tiled_matmul as tiled
-
-    mode = problem.activation_scale_mode
-    folded = fold.fold_activation(x, mode, permute=True)
-    return tiled.multiply_few(folded, x, weight.qdata, weight.scale, bias, problem.out_features, mode, problem.dtype)
+    def grouped_matmul(
+        self, x: Tensor, weights: Operand, bias: Tensor | None, groups: Groups, problem: Problem
+    ) -> Tensor:
+        return multiply_groups(x, weights, bias, groups, problem)
 
 
 def _multiply_many(x: Tensor, weight: Operand, bias: Tensor | None, problem: Problem) -> Tensor:
+    # Imported here: they import triton, which is not everywhere. `from` would take several times as long.
     import mxquant.kernels.fold as fold
     import mxquant.kernels.tiled_expand as tiled
 

@@ -1,4 +1,4 @@
-"""The layout that the Hopper backends share, and what they all ask of a problem."""
+"""What the Hopper backends share: the layout, what they ask of a problem, and the kernels that decode in registers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from mxquant.backends.base import Layout, Problem
+from mxquant.backends.base import Groups, Layout, Operand, Problem
 from mxquant.formats.spec import Format
 from mxquant.kernels import has_triton
 from mxquant.kernels.tiles import BLOCK, LEAST_COLUMNS, ROWS, pack_tiles, unpack_tiles
@@ -19,10 +19,27 @@ class Tiles(Layout):
     name: ClassVar[str] = "mxfp4_tiles"
 
     def pack(self, qdata: Tensor, scale: Tensor, fmt: Format) -> tuple[Tensor, Tensor] | None:
-        return pack_tiles(qdata, scale)
+        if qdata.dim() == 2:
+            return pack_tiles(qdata, scale)
+        # One matrix of a stack at a time: what lies between codes and tiles is several times as large as both.
+        *lead, n, _ = qdata.shape
+        words = qdata.new_empty(*lead, n // ROWS, qdata.shape[-1] * ROWS)
+        bytes_ = scale.new_empty(*lead, n // ROWS, scale.shape[-1] * ROWS)
+        for index in range(lead[0]):
+            packed = self.pack(qdata[index], scale[index], fmt)
+            if packed is None:
+                return None
+            words[index], bytes_[index] = packed
+        return words, bytes_
 
     def unpack(self, qdata: Tensor, scale: Tensor, fmt: Format, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-        return unpack_tiles(qdata, scale, *shape[-2:])
+        if len(shape) == 2:
+            return unpack_tiles(qdata, scale, *shape)
+        codes = qdata.new_empty(*shape[:-1], fmt.packed_size(shape[-1]))
+        scales = scale.new_empty(*shape[:-1], fmt.num_blocks(shape[-1]))
+        for index in range(shape[0]):
+            codes[index], scales[index] = self.unpack(qdata[index], scale[index], fmt, shape[1:])
+        return codes, scales
 
 
 def reject_device(problem: Problem) -> str | None:
@@ -47,3 +64,34 @@ def reject_shape(problem: Problem) -> str | None:
     if n % ROWS or k % BLOCK or k < LEAST_COLUMNS or problem.block_offset:
         return f"needs out_features a multiple of {ROWS}, in_features of {BLOCK} from {LEAST_COLUMNS} on, whole blocks"
     return None
+
+
+def multiply_few(x: Tensor, weight: Operand, bias: Tensor | None, problem: Problem) -> Tensor:
+    """`Backend.matmul` of a few rows."""
+    # Imported here, as below: they import triton, which is not everywhere. `from` would take several times as long.
+    import mxquant.kernels.tiled_matmul as tiled
+
+    mode = problem.activation_scale_mode
+    folded = _fold(x, mode)
+    return tiled.multiply_few(folded, x, weight.qdata, weight.scale, bias, problem.out_features, mode, problem.dtype)
+
+
+def multiply_groups(x: Tensor, weights: Operand, bias: Tensor | None, groups: Groups, problem: Problem) -> Tensor:
+    """`Backend.grouped_matmul`, without a look at the offsets on the host."""
+    import mxquant.kernels.tiled_grouped as tiled
+
+    n, mode = problem.out_features, problem.activation_scale_mode
+    if groups.count(x) == 0:
+        return x.new_empty(0, n)
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    bias = None if bias is None else bias.contiguous()
+    with torch.cuda.device_of(x):
+        return tiled.multiply_groups(
+            _fold(x, mode), x, weights.qdata, weights.scale, bias, groups.offsets, groups.rows, n, mode, problem.dtype
+        )
+
+
+def _fold(x: Tensor, scale_mode: str | None) -> tuple[Tensor, Tensor]:
+    import mxquant.kernels.fold as fold
+
+    return fold.fold_bfloat16(x) if scale_mode is None else fold.fold_activation(x, scale_mode, permute=True)

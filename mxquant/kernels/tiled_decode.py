@@ -145,6 +145,14 @@ def _decode_rest(
 
 
 @triton.jit
+def columns_of(part: tl.tensor, parts: tl.tensor, K: tl.tensor) -> tuple[tl.tensor, ...]:
+    """The first step of 256 columns of a part, and how many it has: the first parts one more, if they are uneven."""
+    each = K // 256 // parts
+    more = K // 256 % parts
+    return part * each + tl.minimum(part, more), each + (part < more).to(tl.int32)
+
+
+@triton.jit
 def tile_product(
     words: tl.tensor,
     scale_bytes: tl.tensor,
@@ -164,7 +172,7 @@ def tile_product(
     Args:
         words, scale_bytes: uint8 pointers to the tiles.
         x_row: pointers [BM] to folded rows, E5M2 or FP16; inside: [BM], which of them exist.
-        tile: index of the first tile, int64; part: which of the `parts`, that share the steps of 256 columns evenly.
+        tile: index of the first tile, int64; part: which of the `parts` that share the steps of 256 columns.
         REST: blocks that remain, left to the last part.
     """
     CHUNKS: tl.constexpr = BK // 128
@@ -172,8 +180,9 @@ def tile_product(
     FP16: tl.constexpr = x_row.dtype.element_ty == tl.float16
     UNITS: tl.constexpr = 8 if FP16 else 16  # of a piece, as the decoder takes them
     source = words.to(tl.pointer_type(tl.uint16)) if FP16 else words
-    steps = K // 256 // parts * (256 // BK)
-    first = part * steps
+    first, steps = columns_of(part, parts, K)
+    first *= 256 // BK
+    steps *= 256 // BK
     scales = scale_bytes.to(tl.pointer_type(tl.int32))
     word_ptr, scale_ptr = _piece_pointers(source, scales, tile, first, K, R, CHUNKS, UNITS)
     x_ptr = x_row[None, :] + first * BK + tl.arange(0, BK)[:, None]

@@ -18,7 +18,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from mxquant.kernels.fold import any_unfit, row_factor
 from mxquant.kernels.launch import cached_launch, cdiv, next_power_of_2
 from mxquant.kernels.tiled import exact_tile, highest_exponent
-from mxquant.kernels.tiled_decode import TOP, tile_product
+from mxquant.kernels.tiled_decode import TOP, columns_of, tile_product
 from mxquant.kernels.tiled_matmul import add_parts, arrange, shape_for
 
 
@@ -46,7 +46,8 @@ def multiply_groups(
     """
     (t, k), experts, device = x_TK.shape, offsets_E.shape[0], x_TK.device
     s = t if rows_S is None else rows_S.shape[0]
-    shape = shape_for(cdiv(s, min(s, experts)), scale_mode is not None)
+    # Groups differ: half as many rows again as the mean, so that most have one tile of rows.
+    shape = shape_for(cdiv(3 * s, 2 * min(s, experts)) if s > experts else 1, scale_mode is not None)
     # Every group has at most one tile of rows that is not full; the rows beyond the last one are a group as well.
     row_tiles = s // shape.rows_M + min(s, experts + 1)
     tiles, split = arrange(n, k, row_tiles, shape)
@@ -57,7 +58,7 @@ def multiply_groups(
         y if bias_EN is None else bias_EN, partial, s, n, k, x_TK.stride(0), experts,
         GROUPS=next_power_of_2(experts + 1), BM=shape.rows_M, TILES=tiles, REST=k // 32 % 8, BK=shape.columns_K,
         PROMOTE=shape.promote, GATHER=rows_S is not None, HAS_BIAS=bias_EN is not None, MODE=scale_mode, num_warps=4,
-        num_stages=3, launch_pdl=True,
+        num_stages=3, maxnreg=128 if shape.rows_M == 16 else None, launch_pdl=True,
     )  # fmt: skip
     if split > 1:
         add_parts(partial, y)
@@ -111,8 +112,6 @@ def _multiply_groups_kernel(
     expert, first, end = _find_group(offsets, tl.program_id(2), S, E, GROUPS, BM)
     place = first + tl.arange(0, BM)
     inside = place < end
-    n = tl.program_id(0) * (64 * TILES) + tl.arange(0, 64 * TILES)
-    y_at = y + part.to(tl.int64) * S * N + place[None, :].to(tl.int64) * N + n[:, None]
     gdc_launch_dependents()
     gdc_wait()  # for the folded activations
     if expert < E:
@@ -125,12 +124,16 @@ def _multiply_groups_kernel(
         x_factor = tl.load(x_scale + row, mask=inside, other=0.0)
         total *= x_factor[None, :]
         if any_unfit(x_factor):
-            blocks = K // 256 // parts * 8
-            last = tl.where(part == parts - 1, K // 32, (part + 1) * blocks)
-            total = exact_tile(x_before, words, scale_bytes, w_row, row, inside, part * blocks, last, K, x_stride, MODE,
+            begin, steps = columns_of(part, parts, K)
+            last = tl.where(part == parts - 1, K // 32, (begin + steps) * 8)
+            total = exact_tile(x_before, words, scale_bytes, w_row, row, inside, begin * 8, last, K, x_stride, MODE,
                                64 * TILES, BM)  # fmt: skip
         if HAS_BIAS and part == 0:
             total += tl.load(bias + w_row).to(tl.float32)[:, None]
+    else:
+        total = tl.zeros((64 * TILES, BM), tl.float32)
+    if expert <= E:
+        n = tl.program_id(0) * (64 * TILES) + tl.arange(0, 64 * TILES)
+        y += part.to(tl.int64) * S * N
+        y_at = y + place[None, :].to(tl.int64) * N + n[:, None]
         tl.store(y_at, total.to(y.dtype.element_ty), mask=inside[None, :])
-    if expert == E:
-        tl.store(y_at, tl.zeros((64 * TILES, BM), y.dtype.element_ty), mask=inside[None, :])

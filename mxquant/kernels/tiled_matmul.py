@@ -23,7 +23,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from mxquant.kernels.fold import any_unfit, row_factor
 from mxquant.kernels.launch import cached_launch, cdiv
 from mxquant.kernels.tiled import exact_tile, highest_exponent
-from mxquant.kernels.tiled_decode import TOP, tile_product
+from mxquant.kernels.tiled_decode import TOP, columns_of, tile_product
 
 
 class Shape(NamedTuple):
@@ -99,15 +99,14 @@ def shape_for(rows: int, fp8: bool) -> Shape:
 
 @functools.lru_cache(maxsize=4096)
 def arrange(n: int, k: int, row_tiles: int, shape: Shape) -> tuple[int, int]:
-    """Tiles of weight rows a program, and parts that K is split into, a divisor of its steps of 256.
+    """Tiles of weight rows a program, and parts that K is split into, of at least 256 columns.
 
     Parts are added up in a fixed order, through memory; so rather more programs than parts.
     """
     tiles = shape.tiles_N if n % (64 * shape.tiles_N) == 0 else 1
     if n // (64 * tiles) * row_tiles * 2 <= shape.programs:
         tiles = 1
-    steps, wanted = k // 256, max(1, shape.programs // (n // (64 * tiles) * row_tiles))
-    return tiles, max(part for part in range(1, min(wanted, steps) + 1) if steps % part == 0)
+    return tiles, min(k // 256, max(1, shape.programs // (n // (64 * tiles) * row_tiles)))
 
 
 def add_parts(partial: Tensor, y: Tensor) -> None:
@@ -152,9 +151,9 @@ def _multiply_few_kernel(
     x_factor = tl.load(x_scale + m, mask=inside, other=0.0)
     total = total * w_factor[:, None] * x_factor[None, :]
     if any_unfit(x_factor):
-        blocks = K // 256 // parts * 8
-        end = tl.where(part == parts - 1, K // 32, (part + 1) * blocks)
-        total = exact_tile(x_before, words, scale_bytes, n, m, inside, part * blocks, end, K, x_stride, MODE, BN, BM)
+        begin, steps = columns_of(part, parts, K)
+        end = tl.where(part == parts - 1, K // 32, (begin + steps) * 8)
+        total = exact_tile(x_before, words, scale_bytes, n, m, inside, begin * 8, end, K, x_stride, MODE, BN, BM)
     if HAS_BIAS and part == 0:
         total += tl.load(bias + n).to(tl.float32)[:, None]
     y += part.to(tl.int64) * M * N

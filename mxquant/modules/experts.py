@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from torch import Tensor, nn
+
+from mxquant.modules.gates import transformers_activation, transformers_gate
 
 GATE_ORDERS = ("halves", "interleaved", "separate")
 _ROUTER_WEIGHTS = ("output", "input")
@@ -75,26 +76,7 @@ def decorated_layout(module: nn.Module) -> ExpertsLayout | None:
         up=(up,),
         down="down_proj",
         gate_order=order if has_gate else None,
-        gate=_transformers_gate if has_gate else _transformers_activation,
+        gate=transformers_gate if has_gate else transformers_activation,
         post_norm="post_expert_norm" if getattr(module, "has_post_expert_norm", False) else None,
     )
     return layout if layout.fits(module) else None
-
-
-def _transformers_gate(module: Any, gate_up: Tensor) -> Tensor:
-    return module._apply_gate(gate_up)
-
-
-def _transformers_activation(module: Any, up: Tensor) -> Tensor:
-    return module.act_fn(up)
-
-
-def default_gate(gate_order: str | None) -> Callable[..., Tensor]:
-    """silu(gate) * up, or silu(up) without gates: `(module, *outputs of up) -> input of down`."""
-    if gate_order is None:
-        return lambda module, up: nn.functional.silu(up)
-    if gate_order == "separate":
-        return lambda module, gate, up: nn.functional.silu(gate) * up
-    if gate_order == "interleaved":
-        return lambda module, both: nn.functional.silu(both[..., ::2]) * both[..., 1::2]
-    return lambda module, both: nn.functional.silu(both.chunk(2, -1)[0]) * both.chunk(2, -1)[1]

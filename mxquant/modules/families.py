@@ -11,7 +11,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from mxquant.modules.experts import ExpertsLayout, default_gate
+from mxquant.modules.experts import ExpertsLayout
+from mxquant.modules.gates import default_gate
 
 
 def _llama4_gate(module: Any, gate_up: Tensor) -> Tensor:

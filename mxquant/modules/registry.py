@@ -9,8 +9,9 @@ from collections.abc import Callable, Mapping, Sequence
 
 from torch import Tensor, nn
 
-from mxquant.modules.experts import ExpertsLayout, decorated_layout, default_gate
+from mxquant.modules.experts import ExpertsLayout, decorated_layout
 from mxquant.modules.families import family_layout
+from mxquant.modules.gates import default_gate
 
 _registered: dict[type[nn.Module], ExpertsLayout] = {}
 

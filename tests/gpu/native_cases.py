@@ -64,8 +64,9 @@ class Case(NamedTuple):
 ANY_SHAPE = (
     (130, 232), (16, 2880), (24, 130), (40, 96), (96, 5120), (176, 640), (232, 40), (640, 24), (2880, 16), (5120, 176),
 )  # fmt: skip
-# Multiples of 64 and 256: one tile, few and many, K split among programs or not; 640, 2880 and 5120 are among them.
-TILED_SHAPES = ((256, 768), (64, 256), (640, 5120), (2880, 512), (5120, 256))
+# Multiples of 64 and of 32 from 256 on: one tile, few and many, K split among programs or not, with and without a rest
+# of 256 columns; 640, 2880 and 5120 are among them.
+TILED_SHAPES = ((256, 768), (64, 256), (640, 5120), (2880, 512), (5120, 256), (128, 2880), (192, 416))
 
 
 def _case(backend: str, format: str, activation: str | None, shapes: tuple[tuple[int, int], ...]) -> Any:

@@ -25,6 +25,10 @@ class Experts(nn.Module):
         self.b2 = nn.Parameter(torch.randn(EXPERTS, HIDDEN))
 
 
+hopper = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU"
+)
+
 register_experts_layout(
     Experts, {"w13": -2, "w2": -1}, biases={"w13": "b13", "w2": "b2"}, up="w13", down="w2", gate_order="interleaved"
 )
@@ -58,3 +62,28 @@ def test_a_block_gives_what_it_gives_on_a_cpu(
     y = experts_forward(there, x.cuda(), ids.cuda(), weights.cuda())
     assert y.dtype == dtype
     assert (y.cpu().float() - expected.float()).norm() < (0.02 if activation is None else 0.1) * expected.float().norm()
+
+
+@hopper
+@pytest.mark.parametrize("tokens", [1, 9, 100])
+@pytest.mark.parametrize("activation", [None, "mxfp4"])
+def test_a_captured_block_follows_its_routing(activation: str | None, tokens: int) -> None:
+    """No synchronization, and the graph of one routing serves another: nothing about it was decided on the host."""
+    block = Experts().to("cuda", torch.bfloat16).requires_grad_(False)
+    quantize_(block, {"moe": {"weight": "mxfp4", "activation": activation}})
+    x, (ids, weights) = torch.randn(tokens, HIDDEN).bfloat16().cuda(), (t.cuda() for t in routed(tokens))
+    expected = experts_forward(block, x, ids, weights)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        y = experts_forward(block, x, ids, weights)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.equal(y, expected)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = experts_forward(block, x, ids, weights)
+    other = routed(tokens)[0].cuda()
+    ids.copy_(other)
+    graph.replay()
+    assert torch.equal(captured, experts_forward(block, x, other, weights))
+    assert not torch.equal(captured, expected)

@@ -17,7 +17,7 @@ from moe_reference import assert_block, block64, relative_error, routing, run
 import mxquant.integrations.transformers  # noqa: F401, registers the implementation
 from mxquant import dequantize_, experts_forward, quantize_
 from mxquant.backends import emulation
-from mxquant.modules.moe import route
+from mxquant.modules.routing import route
 
 GPT_OSS = ("transformers.models.gpt_oss.modeling_gpt_oss", "GptOssExperts")
 MIXTRAL = ("transformers.models.mixtral.modeling_mixtral", "MixtralExperts")
