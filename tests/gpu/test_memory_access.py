@@ -13,11 +13,16 @@ import torch.nn.functional as F
 from matmul_reference import FORMATS
 from native_cases import TENSOR_CORE_CASES, TRITON_CASES, Case, needs_gpu
 
+from mxquant import quantize
+from mxquant.backends import Groups
 from mxquant.formats import ACTIVATION_FORMATS, get_format, resolve_scale_mode
 from mxquant.formats.block import dequantize_blocks
 from mxquant.formats.block import quantize_blocks as cast_twin
 from mxquant.kernels import has_triton
 from mxquant.kernels.qdq import quantize_dequantize as fakequant_twin
+from mxquant.modules.gates import KnownGate
+from mxquant.modules.routing import route
+from mxquant.tensor import as_weight, grouped_product
 
 pytestmark = [
     *needs_gpu,
@@ -85,3 +90,24 @@ def test_fold(kernel: str, device: torch.device) -> None:
     for length in (96, 128, 384, 16384 + 96):
         for ours, expected in KERNELS[kernel](torch.randn(3, length).bfloat16().to(device), None):
             assert_same_bits(ours, expected)
+
+
+@pytest.mark.parametrize("case", TENSOR_CORE_CASES)
+def test_groups(case: Case, device: torch.device) -> None:
+    """Few rows and many of each expert, rows of none, sums divided among programs, a rest of 256 columns."""
+    for n, k, tokens in ((64, 288, 3), (192, 768, 70)):
+        w = torch.randn(3, n, k, device=device).bfloat16()
+        weights = as_weight(quantize(w, "mxfp4").with_activation(case.activation))
+        x, ids = torch.randn(tokens, k).bfloat16().to(device), torch.randint(0, 4, (tokens, 2), device=device)
+        routing = route(ids, 3)
+        groups = Groups(routing.offsets_E, routing.token_S)
+        y = grouped_product(x, weights, -1, groups, torch.randn(3, n).bfloat16().to(device))
+        assert y.isfinite().all()
+        assert not y[int(groups.offsets[-1]) :].any()
+
+
+def test_to_the_experts_and_back(device: torch.device) -> None:
+    from kernels.test_routing import test_gates_are_those_of_the_twin, test_sums_are_those_of_the_twin
+
+    test_sums_are_those_of_the_twin(40, torch.bfloat16, torch.float32, device)
+    test_gates_are_those_of_the_twin(40, torch.bfloat16, KnownGate(True, 7.0, 1.702), device)
