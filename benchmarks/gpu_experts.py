@@ -177,6 +177,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             record.results.append(row)
             said = row.get("failed") or f"{row['us']:9.1f} us ({row['times_bf16']:5.2f}x) {row['tb_s']:5.2f} TB/s"
             print(f"{block:14} T={row['tokens']:<5} {row['version']:21} {said}", flush=True)
+        record.save()  # what is cut short keeps the blocks before it
         torch.cuda.empty_cache()
     record_goals(record)
     record.save()

@@ -46,8 +46,7 @@ def multiply_groups(
     """
     (t, k), experts, device = x_TK.shape, offsets_E.shape[0], x_TK.device
     s = t if rows_S is None else rows_S.shape[0]
-    # Groups differ: half as many rows again as the mean, so that most have one tile of rows.
-    shape = shape_for(cdiv(3 * s, 2 * min(s, experts)) if s > experts else 1, scale_mode is not None)
+    shape = shape_for(cdiv(s, min(s, experts)), scale_mode is not None)
     # Every group has at most one tile of rows that is not full; the rows beyond the last one are a group as well.
     row_tiles = s // shape.rows_M + min(s, experts + 1)
     tiles, split = arrange(n, k, row_tiles, shape)

@@ -35,24 +35,24 @@ class Shape(NamedTuple):
     columns_K: int
     promote: int
     programs: int
-    """Programs that keep every multiprocessor's loads in flight; K is split where the tiles are fewer."""
+    """Programs that run at once, on 132 multiprocessors; K is split where the tiles are fewer."""
     registers: int | None = None
     """Most registers a thread may take, where the compiler's choice leaves room for fewer programs."""
 
 
 _FP8_SHAPES = (
     Shape(16, 1, 256, 128, 550),
-    Shape(32, 2, 256, 256, 300),
-    Shape(64, 2, 256, 256, 300),
-    Shape(128, 1, 256, 256, 400),
+    Shape(32, 2, 256, 256, 396),
+    Shape(64, 2, 256, 256, 264),
+    Shape(128, 1, 256, 256, 264),
 )
 # Sums of FP16 products are fp32's. Named so, the sum is not folded into the dot, which Triton 3.6 gets wrong.
 _NEVER = 1 << 30
 _FP16_SHAPES = (
     Shape(16, 1, 256, _NEVER, 1000, registers=104),
-    Shape(32, 2, 128, _NEVER, 300),
-    Shape(64, 2, 128, _NEVER, 300),
-    Shape(128, 1, 128, _NEVER, 400),
+    Shape(32, 2, 128, _NEVER, 396),
+    Shape(64, 2, 128, _NEVER, 264),
+    Shape(128, 1, 128, _NEVER, 264),
 )
 
 
@@ -101,12 +101,13 @@ def shape_for(rows: int, fp8: bool) -> Shape:
 def arrange(n: int, k: int, row_tiles: int, shape: Shape) -> tuple[int, int]:
     """Tiles of weight rows a program, and parts that K is split into, of at least 256 columns.
 
-    Parts are added up in a fixed order, through memory; so rather more programs than parts.
+    Parts are added up in a fixed order, through memory: beyond four, rather fewer tiles a program.
     """
-    tiles = shape.tiles_N if n % (64 * shape.tiles_N) == 0 else 1
-    if n // (64 * tiles) * row_tiles * 2 <= shape.programs:
-        tiles = 1
-    return tiles, min(k // 256, max(1, shape.programs // (n // (64 * tiles) * row_tiles)))
+    for tiles in (shape.tiles_N, 1):
+        parts = min(k // 256, max(1, shape.programs // (n // (64 * tiles) * row_tiles or 1)))
+        if n % (64 * tiles) == 0 and parts <= 4:
+            break
+    return tiles, parts
 
 
 def add_parts(partial: Tensor, y: Tensor) -> None:
