@@ -18,7 +18,7 @@ from mxquant.backends.tiles import Tiles, multiply_few, multiply_groups, reject_
 from mxquant.kernels.tiles import ROWS
 
 # Up to so many rows decoding in registers is faster than a workspace.
-_FEW = 384
+_FEW = 512
 # Elements to expand at a time: 128 MiB.
 _WORKSPACE = 1 << 26
 
