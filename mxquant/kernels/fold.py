@@ -20,18 +20,16 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents
 
 from mxquant.formats.block import dequantize_blocks, quantize_blocks
 from mxquant.formats.spec import FORMATS
 from mxquant.kernels.launch import cached_launch, cdiv, next_power_of_2
+from mxquant.kernels.overlap import let_next_start
 from mxquant.kernels.triton_numerics import e8m0_from_amax, e8m0_reciprocal, fp32_bits, round_to_element
 
 _MXFP4 = FORMATS["mxfp4"]
 # Of the row's largest block exponent in E5M2: 6 x 2^13 <= 57344.
 TOP, SPAN = 13, 28
-# Triton's interpreter, for tests without a GPU, has no kernels that overlap.
-INTERPRETED: bool = triton.knobs.runtime.interpret
 # Rows up to this long stay in the registers of one program; longer ones are read twice.
 _LONGEST_IN_REGISTERS = 16384
 
@@ -61,8 +59,7 @@ def fold_activation(x: Tensor, scale_mode: str | None, *, permute: bool) -> tupl
         block_k = 4096
     _fold_activation_kernel[(m,)](
         x, values, row_scale, k, width, x.stride(0), MODE=scale_mode, PERMUTE=permute,
-        BLOCK_K=block_k, IN_REGISTERS=in_registers, TOP=TOP, SPAN=SPAN, COMPILED=not INTERPRETED,
-        num_warps=max(1, min(16, block_k // 512)),
+        BLOCK_K=block_k, IN_REGISTERS=in_registers, TOP=TOP, SPAN=SPAN, num_warps=max(1, min(16, block_k // 512)),
     )  # fmt: skip
     return values, row_scale
 
@@ -102,8 +99,7 @@ def fold_bfloat16(x: Tensor) -> tuple[Tensor, Tensor]:
     row_scale = torch.empty(m, 1, dtype=torch.float32, device=x.device)
     block_k = min(next_power_of_2(width), _LONGEST_IN_REGISTERS)
     _fold_bfloat16_kernel[(m,)](
-        x, values, row_scale, k, width, x.stride(0), BLOCK_K=block_k, COMPILED=not INTERPRETED,
-        num_warps=max(1, min(16, block_k // 512)),
+        x, values, row_scale, k, width, x.stride(0), BLOCK_K=block_k, num_warps=max(1, min(16, block_k // 512)),
     )  # fmt: skip
     return values, row_scale
 
@@ -195,10 +191,8 @@ def _fold_activation_kernel(
     IN_REGISTERS: tl.constexpr,
     TOP: tl.constexpr,
     SPAN: tl.constexpr,
-    COMPILED: tl.constexpr,
 ) -> None:
-    if COMPILED:
-        gdc_launch_dependents()
+    let_next_start()
     row = tl.program_id(0).to(tl.int64)
     x += row * x_stride
     values += row * width
@@ -227,10 +221,8 @@ def _fold_bfloat16_kernel(
     width: tl.tensor,
     x_stride: tl.tensor,
     BLOCK_K: tl.constexpr,
-    COMPILED: tl.constexpr,
 ) -> None:
-    if COMPILED:
-        gdc_launch_dependents()
+    let_next_start()
     row = tl.program_id(0).to(tl.int64)
     x += row * x_stride
     values += row * width

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from mxquant.kernels.fold import power_of_two, quantize_mxfp4
-from mxquant.kernels.triton_numerics import e8m0_to_float, fp32_bits
+from mxquant.kernels.triton_numerics import INTERPRETED, e8m0_to_float, fp32_bits
 
 
 @triton.jit
@@ -84,11 +84,13 @@ def exact_tile(
         w_codes = code_values(word, (code % 8)[None, :])
         relative = tl.load(scale_bytes + scale_address(n, block, K)).to(tl.int32) & 0x1F
         w_exponent = tl.maximum(relative - 27 + highest, 0)
+        value = fp32_bits(x_block).to(tl.float32, bitcast=True)
         if MODE is None:
-            w = (w_codes * e8m0_to_float(w_exponent)[:, None]).to(tl.bfloat16)
-            total += tl.dot(w, tl.trans(x_block))
+            w = w_codes * e8m0_to_float(w_exponent)[:, None]
+            # Both are exact in bf16, which the interpreter does not multiply.
+            w, value = (w, value) if INTERPRETED else (w.to(tl.bfloat16), x_block)
+            total += tl.dot(w, tl.trans(value))
         else:
-            value = fp32_bits(x_block).to(tl.float32, bitcast=True)
             x_exponent, x_codes = quantize_mxfp4(value, MODE)
             # The sum over a block is exact. Its factor may not exist in fp32 where their product with the sum does.
             products = tl.dot(w_codes.to(tl.float16), tl.trans(x_codes.to(tl.float16)))

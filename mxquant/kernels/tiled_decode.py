@@ -1,7 +1,6 @@
 """The product of a few rows with tiles of a weight that are decoded in registers, as the A operand of wgmma.
 
-So it is computed transposed, C^T = W X^T. A byte permute turns four codes into four FP8 bytes: the table of a block is
-its exponent. FP16 values of E5M2 are that byte and a zero byte.
+So it is computed transposed, C^T = W X^T.
 
 FP8 tensor cores add up with 14 bits below the largest partial sum, so there partial sums go to fp32 registers every 128
 or 256 columns. Sums of FP16 products are fp32's.
@@ -14,56 +13,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from mxquant.kernels.word_decode import decode_bytes, decode_halves
+
 # What the largest block exponent of a weight's row becomes, in E5M2 and in FP16.
 TOP = tl.constexpr(13)
-
-
-def _look_up(first: str, last: str, word: str, low: str, high: str) -> str:
-    """PTX: FP8 bytes of a word's codes 0-3 and 4-7; `low` and `high` hold those of the magnitudes 0-3 and 4-7."""
-    return f"""
-        .reg .b32 index, upper, sign;
-        and.b32 index, {word}, 0x77777777;
-        prmt.b32 {first}, {low}, {high}, index;
-        shr.u32 upper, index, 16;
-        prmt.b32 {last}, {low}, {high}, upper;
-        shl.b32 sign, {word}, 4;
-        lop3.b32 {first}, sign, 0x80808080, {first}, 0xEA;
-        lop3.b32 {last}, {word}, 0x80808080, {last}, 0xEA;
-    """
-
-
-# A word comes as four bytes or as two halves, and its tables once for each of them.
-_BYTES_PTX = tl.constexpr("{" + _look_up("$0", "$1", "$2", "$3", "$7") + "}")
-# Bytes 0 and 2, and 1 and 3, each widened to two FP16. Multiplications, as the logic unit is what the kernel waits for.
-_HALVES_PTX = tl.constexpr(
-    "{ .reg .b32 first, last, even0, even1;"
-    + _look_up("first", "last", "$4", "$5", "$7")
-    + """
-        and.b32 even0, first, 0x00FF00FF;
-        and.b32 even1, last, 0x00FF00FF;
-        mul.lo.u32 $0, even0, 256;
-        mad.lo.s32 $1, even0, -1, first;
-        mul.lo.u32 $2, even1, 256;
-        mad.lo.s32 $3, even1, -1, last;
-    }"""
-)
-
-
-@triton.jit
-def decode_bytes(word: tl.tensor, low: tl.tensor, high: tl.tensor) -> tuple[tl.tensor, ...]:
-    """Four bytes of a word to 2 x 4 FP8 bytes."""
-    return tl.inline_asm_elementwise(
-        _BYTES_PTX, "=&r,=&r,r,r,r,r,r,r,r,r,r", [word, low, high], dtype=(tl.uint8, tl.uint8), is_pure=True, pack=4
-    )
-
-
-@triton.jit
-def decode_halves(word: tl.tensor, low: tl.tensor, high: tl.tensor) -> tuple[tl.tensor, ...]:
-    """Two 16-bit halves of a word to 4 x 2 FP16: codes 0 and 2, 1 and 3, 4 and 6, 5 and 7."""
-    return tl.inline_asm_elementwise(
-        _HALVES_PTX, "=&r,=&r,=&r,=&r,r,r,r,r,r", [word, low, high],
-        dtype=(tl.float16, tl.float16, tl.float16, tl.float16), is_pure=True, pack=2,
-    )  # fmt: skip
 
 
 @triton.jit

@@ -13,10 +13,10 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from mxquant.kernels.fold import any_unfit, row_factor
 from mxquant.kernels.launch import cached_launch, cdiv, next_power_of_2
+from mxquant.kernels.overlap import await_previous, let_next_start
 from mxquant.kernels.tiled import exact_tile, highest_exponent
 from mxquant.kernels.tiled_decode import TOP, columns_of, tile_product
 from mxquant.kernels.tiled_matmul import add_parts, arrange, shape_for
@@ -111,8 +111,8 @@ def _multiply_groups_kernel(
     expert, first, end = _find_group(offsets, tl.program_id(2), S, E, GROUPS, BM)
     place = first + tl.arange(0, BM)
     inside = place < end
-    gdc_launch_dependents()
-    gdc_wait()  # for the folded activations
+    let_next_start()
+    await_previous()  # for the folded activations
     if expert < E:
         tile = expert.to(tl.int64) * (N // 64) + tl.program_id(0) * TILES
         row = tl.load(rows + place, mask=inside, other=0).to(tl.int64) if GATHER else place.to(tl.int64)

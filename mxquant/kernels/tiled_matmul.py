@@ -3,8 +3,7 @@
 Activations come from `fold`: E5M2 for MXFP4 activations, FP16 for bf16 ones, both exact relative to one power of two a
 row, with the columns permuted as the registers hold the weight. Rows that do not fold are recomputed block by block.
 
-Each kernel is launched before the one whose result it reads has ended ("programmatic dependent launch"), and waits for
-that result after its own preparations.
+Launches overlap (`overlap`).
 
 Shape suffixes: M input rows, N weight rows, K columns.
 """
@@ -18,10 +17,10 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from mxquant.kernels.fold import any_unfit, row_factor
 from mxquant.kernels.launch import cached_launch, cdiv
+from mxquant.kernels.overlap import await_previous, let_next_start
 from mxquant.kernels.tiled import exact_tile, highest_exponent
 from mxquant.kernels.tiled_decode import TOP, columns_of, tile_product
 
@@ -143,8 +142,8 @@ def _multiply_few_kernel(
     part, parts = tl.program_id(1), tl.num_programs(1)
     m = tl.program_id(2) * BM + tl.arange(0, BM)
     inside = m < M
-    gdc_launch_dependents()
-    gdc_wait()  # for the folded activations
+    let_next_start()
+    await_previous()  # for the folded activations
     x_row = x + m.to(tl.int64) * ((K + 127) // 128 * 128)
     total = tile_product(words, scale_bytes, x_row, inside, tile, part, parts, K, REST, TILES, BK, PROMOTE)
     n = tile * 64 + tl.arange(0, BN)
@@ -167,7 +166,7 @@ def _add_parts_kernel(
     partial: tl.tensor, y: tl.tensor, size: tl.tensor, SPLIT: tl.constexpr, BLOCK: tl.constexpr
 ) -> None:
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    gdc_wait()
+    await_previous()
     total = tl.load(partial + at, mask=at < size, other=0.0)
     for part in tl.static_range(1, SPLIT):
         total += tl.load(partial + part * size + at, mask=at < size, other=0.0)

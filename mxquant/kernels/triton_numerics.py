@@ -18,7 +18,7 @@ import triton.language as tl
 from mxquant.formats.spec import ElementFormat, Format
 
 # Triton's interpreter rounds to bf16 without carries and without subnormals.
-_INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
+INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 
 DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 """The floating types that kernels read and write."""
@@ -56,7 +56,7 @@ def fp32_bits(x: tl.tensor) -> tl.tensor:
 @triton.jit
 def from_fp32(values: tl.tensor, DTYPE: tl.constexpr) -> tl.tensor:
     """fp32 `values` rounded to nearest even to `DTYPE`."""
-    if _INTERPRETED and tl.bfloat16 == DTYPE:
+    if INTERPRETED and tl.bfloat16 == DTYPE:
         bits = values.to(tl.int32, bitcast=True)
         rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
         rounded = tl.where((bits & 0x7FFFFFFF) > 0x7F800000, 0x7FC0, rounded)
@@ -205,7 +205,7 @@ def divide_blocks(magnitude: tl.tensor, divisor: tl.tensor, per_tensor_scale: tl
     product corrected twice, which gives the quotient rounded to nearest (Markstein), or NaN where that overflows.
     """
     distance = tl.abs((per_tensor_scale.to(tl.int32, bitcast=True) >> 23) - 127)
-    if _INTERPRETED or tl.max(distance) > 90:
+    if INTERPRETED or tl.max(distance) > 90:
         # Not every version of the interpreter rounds an fma once. Extreme scales would leave fp32's range below.
         quotient = tl.div_rn(magnitude, divisor[:, :, None])
     else:

@@ -1,0 +1,83 @@
+"""The kernels that decode a tiled weight in registers, against float64: one matrix, and groups of rows with a stack.
+
+In the interpreter the decoding is written out; that in PTX, and tensor cores' accumulation, are for `tests/gpu`.
+"""
+
+import pytest
+import torch
+from matmul_reference import assert_product
+from torch import Tensor
+
+from kernels.folded_rows import MXFP4
+from mxquant.formats import dequantize_blocks, quantize_blocks
+from mxquant.kernels.fold import fold_activation, fold_bfloat16
+from mxquant.kernels.tiled_grouped import multiply_groups
+from mxquant.kernels.tiled_matmul import multiply_few
+from mxquant.kernels.tiles import pack_tiles
+from mxquant.modules.routing import route
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+
+def weight(*shape: int) -> tuple[tuple[Tensor, Tensor], Tensor]:
+    """Tiles, and values in float64, of blocks whose exponents differ."""
+    w = torch.randn(shape) * torch.exp2(torch.randint(-4, 5, (*shape[:-1], shape[-1] // 32))).repeat_interleave(32, -1)
+    codes = quantize_blocks(w, MXFP4)
+    packed = pack_tiles(*codes)
+    assert packed is not None
+    return packed, dequantize_blocks(*codes, MXFP4, shape[-1], dtype=torch.float64)
+
+
+def activations(rows: int, columns: int, mode: str | None) -> tuple[Tensor, Tensor]:
+    """bf16 rows, the last of which does not fold, and what they are in float64 once quantized."""
+    x = torch.randn(rows, columns)
+    x[-1, :32] *= 2.0**-60
+    x = x.bfloat16()
+    return x, x.double() if mode is None else dequantize_blocks(
+        *quantize_blocks(x, MXFP4, mode), MXFP4, columns, dtype=torch.float64
+    )
+
+
+def folded(x: Tensor, mode: str | None) -> tuple[Tensor, Tensor]:
+    return fold_bfloat16(x) if mode is None else fold_activation(x, mode, permute=True)
+
+
+@pytest.mark.parametrize("mode", ["even", None])
+@pytest.mark.parametrize("columns", [288, 480, 512])
+@pytest.mark.parametrize("rows", [1, 17])
+def test_a_few_rows(rows: int, columns: int, mode: str | None, device: torch.device) -> None:
+    """K split among programs and not, with every kind of rest of 256 columns; in fp32, so nearly exact."""
+    tiles, w64 = weight(128, columns)
+    (x, x64), bias = activations(rows, columns, mode), torch.randn(128)
+    on_device = [t.to(device) for t in tiles]
+    x = x.to(device)
+    y = multiply_few(folded(x, mode), x, *on_device, bias.to(device), 128, mode, torch.float32)
+    # FP8 tensor cores keep 14 bits of a partial sum: the bound of half-precision outputs is theirs.
+    y = y.bfloat16() if device.type == "cuda" and mode else y
+    assert_product(y.cpu(), x64, w64, bias)
+    without = multiply_few(folded(x, mode), x, *on_device, None, 128, mode, torch.float32)
+    with pytest.raises(AssertionError):
+        assert_product(without.cpu(), x64, w64, 100 * bias)
+
+
+@pytest.mark.parametrize("mode", ["even", None])
+@pytest.mark.parametrize("columns", [256, 352])
+def test_groups_of_rows(columns: int, mode: str | None, device: torch.device) -> None:
+    """An expert without rows, one with more than a tile of them, rows of no expert, a row that does not fold."""
+    tiles, w64 = weight(3, 64, columns)
+    (x, x64), bias = activations(12, columns, mode), torch.randn(3, 64)
+    ids = torch.tensor([[0, 2]] * 9 + [[0, 3], [3, 0], [0, 2]])
+    routing = route(ids, 3)
+    x, (offsets, rows) = x.to(device), (routing.offsets_E.to(device), routing.token_S.to(device))
+    y = multiply_groups(
+        folded(x, mode), x, *(t.to(device) for t in tiles), bias.to(device), offsets, rows, 64, mode, torch.float32
+    ).cpu()
+    y = y.bfloat16() if device.type == "cuda" and mode else y
+    ends = [0, *routing.offsets_E.tolist()]
+    assert ends == [0, 12, 12, 22]
+    for expert in (0, 2):
+        places = slice(ends[expert], ends[expert + 1])
+        assert_product(y[places], x64[routing.token_S[places]], w64[expert], bias[expert])
+        with pytest.raises(AssertionError):
+            assert_product(y[places], x64[routing.token_S[places]], w64[2 - expert], bias[expert])
+    assert not y[22:].any()
