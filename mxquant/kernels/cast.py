@@ -118,6 +118,7 @@ def _launch(
             BLOCK=fmt.block_size,
             ROWS=tile.rows,
             COLUMNS=tile.columns,
+            WHOLE=rows % tile.rows == 0 and length % tile.columns == 0,
             num_warps=tile.warps,
         )
 
@@ -130,6 +131,31 @@ def _tile(rows: int, length: int, strides: tuple[int, ...], block: int) -> Tile:
     elements = _LARGE if rows * length >= _LARGE * _TILES_WANTED else _SMALL
     columns = min(blocks, elements)
     return Tile(min(next_power_of_2(rows), elements // columns), columns, 4)
+
+
+@triton.jit
+def _quantize(
+    bits: tl.tensor,
+    per_tensor_scale: tl.tensor,
+    EXPONENT_BITS: tl.constexpr,
+    MANTISSA_BITS: tl.constexpr,
+    MAX_CODE: tl.constexpr,
+    MODE: tl.constexpr,
+    SATURATE: tl.constexpr,
+    WIDE: tl.constexpr,
+) -> tuple[tl.tensor, ...]:
+    """Scale bytes, int32 [ROWS, BLOCKS], and codes without signs of fp32 `bits` [ROWS, BLOCKS, BLOCK]."""
+    value = bits.to(tl.float32, bitcast=True)
+    # Shifted, so that no sign has to be masked out: the units that do that are the busiest.
+    amax = (tl.max((bits << 1).to(tl.uint32, bitcast=True), 2) >> 1).to(tl.int32, bitcast=True)
+    if MODE is None:
+        byte = e4m3_from_amax(amax, per_tensor_scale)
+        divisor = e4m3_to_float(byte) * per_tensor_scale
+        scaled = divide_blocks(tl.abs(value), divisor, per_tensor_scale)
+    else:
+        byte = e8m0_from_amax(amax, EXPONENT_BITS, MANTISSA_BITS, MAX_CODE, MODE)
+        scaled = tl.abs(value * e8m0_reciprocal(byte)[:, :, None])
+    return byte, encode(scaled, EXPONENT_BITS, MANTISSA_BITS, MAX_CODE, SATURATE, WIDE)
 
 
 @cached_launch
@@ -156,49 +182,45 @@ def _quantize_kernel(
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    WHOLE: tl.constexpr,
 ) -> None:
-    """One tile of whole blocks. MODE None: NVFP4."""
+    """One tile of whole blocks. MODE None: NVFP4. WHOLE: all tiles are full, and nothing is masked."""
     BLOCKS: tl.constexpr = COLUMNS // BLOCK
     tile = tl.program_id(0)
     row = (tile // tiles_per_row).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     first = (tile % tiles_per_row).to(tl.int64) * COLUMNS
     column = tl.arange(0, COLUMNS)[None, :]
-    inside = (row < rows) & (column < length - first)
     offset = row * row_stride + column.to(tl.int64) * column_stride
-    x = tl.load(x_ptr + first * column_stride + offset, mask=inside, other=0.0)
+    if WHOLE:
+        x = tl.load(x_ptr + first * column_stride + offset)
+    else:
+        inside = (row < rows) & (column < length - first)
+        x = tl.load(x_ptr + first * column_stride + offset, mask=inside, other=0.0)
 
     bits = tl.reshape(fp32_bits(x), [ROWS, BLOCKS, BLOCK])
-    magnitude = bits & 0x7FFFFFFF
-    amax = tl.max(magnitude, 2)
+    per_tensor_scale = None
     if MODE is None:
         per_tensor_scale = tl.load(per_tensor_ptr + row * per_tensor_stride, mask=row < rows, other=1.0)
-        byte = e4m3_from_amax(amax, per_tensor_scale)
-        divisor = e4m3_to_float(byte) * per_tensor_scale
-        scaled = divide_blocks(magnitude.to(tl.float32, bitcast=True), divisor, per_tensor_scale)
-        codes = encode(scaled, EXPONENT_BITS, MANTISSA_BITS, MAX_CODE, SATURATE, True)
-    else:
-        byte = e8m0_from_amax(amax, EXPONENT_BITS, MANTISSA_BITS, MAX_CODE, MODE)
-        scaled = magnitude.to(tl.float32, bitcast=True) * e8m0_reciprocal(byte)[:, :, None]
-        WIDE: tl.constexpr = x.dtype == tl.float32
-        codes = encode(scaled, EXPONENT_BITS, MANTISSA_BITS, MAX_CODE, SATURATE, WIDE)
+    WIDE: tl.constexpr = MODE is None or x.dtype == tl.float32
+    byte, codes = _quantize(bits, per_tensor_scale, EXPONENT_BITS, MANTISSA_BITS, MAX_CODE, MODE, SATURATE, WIDE)
 
     block = tl.arange(0, BLOCKS)[None, :]
     first_block = first // BLOCK
-    keep = (row < rows) & (block < scale_stride - first_block)
+    keep = None if WHOLE else (row < rows) & (block < scale_stride - first_block)
     tl.store(scale_ptr + row * scale_stride + first_block + block, byte.to(tl.uint8), mask=keep)
 
     BITS: tl.constexpr = 1 + EXPONENT_BITS + MANTISSA_BITS
-    SIGN: tl.constexpr = 1 << (BITS - 1)
-    sign = bits >> (32 - BITS)
     if CANONICAL_ZERO:
-        sign = tl.where((codes & (SIGN - 1)) == 0, 0, sign)
-    codes = (sign & SIGN) | (codes & ~SIGN)
-    _store_codes(codes, byte == 255, qdata_ptr, row, rows, first, qdata_stride, BITS, ROWS, COLUMNS, BLOCKS)
+        bits = tl.where((codes & ((1 << (BITS - 1)) - 1)) == 0, 0, bits)
+    _store_codes(
+        codes, bits, byte == 255, qdata_ptr, row, rows, first, qdata_stride, BITS, ROWS, COLUMNS, BLOCKS, WHOLE
+    )
 
 
 @triton.jit
 def _store_codes(
     codes: tl.tensor,
+    bits: tl.tensor,
     is_nan: tl.tensor,
     qdata_ptr: tl.tensor,
     row: tl.tensor,
@@ -209,25 +231,32 @@ def _store_codes(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     BLOCKS: tl.constexpr,
+    WHOLE: tl.constexpr,
 ) -> None:
-    """Pack and store the codes [ROWS, BLOCKS, BLOCK] of columns from `first` on; zeros in blocks that are NaN.
+    """Pack and store the codes [ROWS, BLOCKS, BLOCK] of columns from `first` on, with the signs of fp32 `bits`, and
+    zeros in blocks that are NaN.
 
-    What stands above a code's own bits is cut off only here, where that costs least.
+    Signs are set, and what stands above a code's own bits is cut off, only here, where that costs least.
     """
     WIDTH: tl.constexpr = qdata_ptr.dtype.element_ty.primitive_bitwidth
     base = qdata_ptr + row * qdata_stride + first * BITS // WIDTH
     left = qdata_stride - first * BITS // WIDTH
+    SIGN: tl.constexpr = 1 << (BITS - 1)
     if BITS == 6:
+        codes = ((bits >> 26) & SIGN) | (codes & ~SIGN)
         _store_sixes(codes, is_nan, base, left, row < rows, ROWS, COLUMNS, BLOCKS)
     else:
         BYTES: tl.constexpr = COLUMNS * BITS // 8
-        packed = codes
         if BITS == 4:
             low, high = tl.split(tl.reshape(codes, [ROWS, BLOCKS, BYTES // BLOCKS, 2]))
-            packed = (low & 0xF) | (high << 4)
+            low_bits, high_bits = tl.split(tl.reshape(bits, [ROWS, BLOCKS, BYTES // BLOCKS, 2]))
+            # The bits from a code's sign to its byte's end are 0.
+            packed = (low + high * 16) | ((low_bits >> 28) & 0x08) | ((high_bits >> 24) & 0x80)
+        else:
+            packed = ((bits >> 24) & SIGN) | (codes & ~SIGN)
         packed = tl.reshape(tl.where(is_nan[:, :, None], 0, packed), [ROWS, BYTES])
         byte = tl.arange(0, BYTES)[None, :]
-        tl.store(base + byte, packed.to(tl.uint8), mask=(row < rows) & (byte < left))
+        tl.store(base + byte, packed.to(tl.uint8), mask=None if WHOLE else (row < rows) & (byte < left))
 
 
 @triton.jit

@@ -114,7 +114,7 @@ def encode(
     WIDE: tl.constexpr,
 ) -> tl.tensor:
     """Codes of fp32 magnitudes, rounded to nearest even: the low bits of an int32, of which the code's sign bit and
-    those above mean nothing. What NaN gives is not defined.
+    those above mean nothing; with two exponent bits, all in the lowest byte are 0. What NaN gives is not defined.
 
     SATURATE: some may be rounded to more than the largest value. WIDE: some have more than 12 significant bits.
     """
@@ -132,16 +132,17 @@ def _encode_three_binades(
     magnitude: tl.tensor, MANTISSA_BITS: tl.constexpr, MAX_CODE: tl.constexpr, SATURATE: tl.constexpr
 ) -> tl.tensor:
     """As a function of the value, the code is three straight lines, each half as steep as the one before, so it is
-    the least of the three. Added to 2^23, whose last bit is one, each is rounded to nearest even, once.
+    the least of the three. Added to a power of two whose last bit is the smallest step, each is rounded to nearest
+    even, once. All are positive, and so are compared as integers, three at a time.
     """
-    STEEP: tl.constexpr = 2.0**MANTISSA_BITS
-    ANCHOR: tl.constexpr = 8388608.0
-    code = magnitude * STEEP + ANCHOR
-    code = tl.minimum(code, magnitude * (STEEP / 2) + (ANCHOR + STEEP))
-    code = tl.minimum(code, magnitude * (STEEP / 4) + (ANCHOR + 2 * STEEP))
+    ANCHOR: tl.constexpr = 2.0 ** (23 - MANTISSA_BITS)
+    steep = (magnitude + ANCHOR).to(tl.int32, bitcast=True)
+    middle = (magnitude * 0.5 + (ANCHOR + 1)).to(tl.int32, bitcast=True)
+    flat = (magnitude * 0.25 + (ANCHOR + 2)).to(tl.int32, bitcast=True)
     if SATURATE:
-        code = tl.minimum(code, ANCHOR + MAX_CODE)
-    return code.to(tl.int32, bitcast=True)
+        # The code above the bits of ANCHOR, which are its exponent.
+        flat = tl.minimum(flat, ((127 + 23 - MANTISSA_BITS) << 23) + MAX_CODE)
+    return tl.minimum(tl.minimum(steep, middle), flat)
 
 
 @triton.jit
