@@ -46,8 +46,8 @@ time of one call in microseconds and, in brackets, how many times as fast as bf1
 
 UNMEASURED = """\
 - Other GPUs than the one above, and more than one of them.
-- Linears in formats other than MXFP4, with a bias, or on inputs in fp16 or fp32; expert blocks of mixture-of-experts
-  models; whole models.
+- Linears in formats other than MXFP4, with a bias, or on inputs in fp16 or fp32; whole models. Blocks of experts are
+  in [moe.md](moe.md#on-a-gpu).
 - The card at fixed clocks, and its power.
 """
 
