@@ -170,6 +170,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--blocks", nargs="+", choices=CONFIGS, default=list(CONFIGS))
     parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS)
     arguments = parser.parse_args(argv)
+    if not torch.cuda.is_available():
+        parser.error("needs a GPU that torch can use; cpu_linear.py measures a CPU")
     method = "medians of CUDA graph replays, routing included; from_bf16: difference from the bf16 block, in norm"
     record = Record("gpu_experts", "time of a block of experts on a GPU, bf16 inputs", method, ("triton_kernels",))
     for block in arguments.blocks:

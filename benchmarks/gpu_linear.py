@@ -151,6 +151,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         "--patience", type=float, default=60, help="seconds of compiling and tuning after which a peer is left out"
     )
     arguments = parser.parse_args(argv)
+    if DEVICE == "cuda" and not torch.cuda.is_available():
+        parser.error("needs a GPU that torch can use; cpu_linear.py measures a CPU")
     method = "medians of CUDA graph replays; error: relative to the float32 product, in Frobenius norm"
     record = Record("gpu_linear", "time of a quantized linear on a GPU, bf16 inputs", method, PACKAGES)
     versions = [*OWN, *present(arguments.peers, record)]

@@ -141,6 +141,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--shape", type=int, nargs=2, default=(4096, 4096), metavar=("N", "K"))
     parser.add_argument("--device", default="cuda")
     arguments = parser.parse_args(argv)
+    if torch.device(arguments.device).type == "cuda" and not torch.cuda.is_available():
+        parser.error("needs a GPU that torch can use; cpu_linear.py measures a CPU")
     (n, k), device = arguments.shape, torch.device(arguments.device)
     record = Record("host_overhead", "host time of one eager call of a linear", "best of rounds of 200 calls, no_grad")
     report = Report(record)

@@ -267,7 +267,8 @@ def _swap(targets: list[Target], device: torch.device | None) -> None:
         except BaseException:
             _logger.error(
                 "quantize_ stopped at %s: %d of %d weights are quantized, the others are as they were. To go on with "
-                "those: filter_fn=lambda module, name: not isinstance(module.weight, mxquant.MXTensor)",
+                "those: filter_fn=lambda module, name: not any(isinstance(p, mxquant.MXTensor) for p in "
+                "module.parameters(recurse=False))",
                 name,
                 done,
                 total,

@@ -189,6 +189,8 @@ def _original_of(weight: MXTensor, holders: list[tuple[str, nn.Module]], origina
     original = next((originals[name] for name in names if name in originals), None)
     if original is None:
         raise ValueError(f"original has no tensor called {' or '.join(names)}; pass the same model, unquantized")
+    if original.dim() == 2 and weight.dim() == 3 and original.shape[0] == weight.shape[0] * weight.shape[1]:
+        original = original.unflatten(0, weight.shape[:2])  # experts one below the other
     if isinstance(original, MXTensor) or original.is_meta or original.shape != weight.shape:
         raise ValueError(
             f"original's {names[0]} must be an ordinary tensor of shape {tuple(weight.shape)}; got a "

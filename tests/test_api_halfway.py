@@ -144,10 +144,17 @@ def test_the_log_says_where_and_how_to_go_on(caplog: pytest.LogCaptureFixture) -
         textwrap.fill(record.getMessage(), 100),
         """\
 quantize_ stopped at 1.weight: 1 of 3 weights are quantized, the others are as they were. To go on
-with those: filter_fn=lambda module, name: not isinstance(module.weight, mxquant.MXTensor)""",
+with those: filter_fn=lambda module, name: not any(isinstance(p, mxquant.MXTensor) for p in
+module.parameters(recurse=False))""",
     )
     fail_after(9, RuntimeError())
     first = model[0].weight
-    quantize_(model, "mxfp4", filter_fn=lambda module, name: not isinstance(module.weight, mxquant.MXTensor))
+    quantize_(
+        model,
+        "mxfp4",
+        filter_fn=lambda module, name: (
+            not any(isinstance(p, mxquant.MXTensor) for p in module.parameters(recurse=False))
+        ),
+    )
     assert model[0].weight is first
     assert quantized_names(model) == ["0.weight", "1.weight", "2.weight"]

@@ -28,9 +28,10 @@ def gate(both_S2F: Tensor, interleaved: bool, limit: float | None, alpha: float 
     """
     places, width = both_S2F.shape[0], both_S2F.shape[1] // 2
     out = torch.empty(places, width, dtype=both_S2F.dtype, device=both_S2F.device)
-    _gate_kernel[(places, cdiv(width, 1024))](
-        both_S2F, out, width, INTERLEAVED=interleaved, LIMIT=limit, ALPHA=alpha, BLOCK=1024
-    )
+    with torch.cuda.device_of(both_S2F):
+        _gate_kernel[(places, cdiv(width, 1024))](
+            both_S2F, out, width, INTERLEAVED=interleaved, LIMIT=limit, ALPHA=alpha, BLOCK=1024
+        )
     return out
 
 

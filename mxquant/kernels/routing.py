@@ -20,9 +20,12 @@ def route(ids_TK: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
     """Offsets, order and places of `Routing`."""
     ids = ids_TK.contiguous()
     offsets = torch.empty(experts, dtype=torch.int32, device=ids.device)
-    order, place = torch.empty((2, ids.numel()), dtype=torch.int64, device=ids.device)
+    # Not one tensor for both: of an odd number of pairs the second would not be aligned.
+    order = torch.empty(ids.numel(), dtype=torch.int64, device=ids.device)
+    place = torch.empty_like(order)
     block = max(16, min(1024, next_power_of_2(ids.numel())))
-    _route_kernel[(experts + 1,)](ids, offsets, order, place, ids.numel(), experts, BLOCK=block)
+    with torch.cuda.device_of(ids):
+        _route_kernel[(experts + 1,)](ids, offsets, order, place, ids.numel(), experts, BLOCK=block)
     return offsets, order, place
 
 
@@ -71,10 +74,11 @@ def combine(
     width = y_SH.shape[1]
     out = torch.empty(tokens, width, dtype=dtype, device=y_SH.device)
     weights = y_SH if weights_TK is None else weights_TK.contiguous()
-    _combine_kernel[(tokens, cdiv(width, 1024))](
-        y_SH, place_S, ids_TK.contiguous(), weights, out, width, choices, experts,
-        WEIGHTED=weights_TK is not None, BLOCK=1024,
-    )  # fmt: skip
+    with torch.cuda.device_of(y_SH):
+        _combine_kernel[(tokens, cdiv(width, 1024))](
+            y_SH, place_S, ids_TK.contiguous(), weights, out, width, choices, experts,
+            WEIGHTED=weights_TK is not None, BLOCK=1024,
+        )  # fmt: skip
     return out
 
 

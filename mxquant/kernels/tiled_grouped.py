@@ -70,7 +70,7 @@ def _find_group(
 ) -> tuple[tl.tensor, ...]:
     """The group of a slot, E for the rows beyond the last, and its first and end place; all past the end: group > E."""
     group = tl.arange(0, GROUPS)
-    end = tl.load(offsets + group, mask=group < E, other=S)
+    end = tl.minimum(tl.load(offsets + group, mask=group < E, other=S), S)
     start = tl.where(group == 0, 0, tl.load(offsets + group - 1, mask=(group > 0) & (group <= E), other=S))
     slots = (tl.maximum(end - start, 0) + BM - 1) // BM
     ends = tl.cumsum(slots, 0)

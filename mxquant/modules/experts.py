@@ -35,7 +35,7 @@ class ExpertsLayout:
         if not self.k_axis:
             raise ValueError("k_axis is empty: name the weights, each with the axis that its matmul contracts")
         for name, axis in self.k_axis.items():
-            if axis not in (-1, -2):
+            if type(axis) is not int or axis not in (-1, -2):
                 raise ValueError(
                     f"k_axis of {name!r} is {axis!r}; -1 for [experts, N, K], as F.linear takes a weight, or -2 for "
                     "[experts, K, N], as in x @ weight"
@@ -50,13 +50,22 @@ class ExpertsLayout:
             raise ValueError(f"router_weight={self.router_weight!r} is unknown; use 'output' or 'input'")
 
     def fits(self, module: nn.Module) -> bool:
-        """Whether the module has every weight and bias that is named here."""
-        names = (*self.k_axis, *self.biases.values())
-        return all(module._parameters.get(name) is not None for name in names)
+        """Whether the module has every weight that is named here, and a place for every bias, which may be None."""
+        return all(module._parameters.get(name) is not None for name in self.k_axis) and all(
+            name in module._parameters for name in self.biases.values()
+        )
 
     def stack_of(self, module: nn.Module) -> int | None:
         """The number of experts, where 2-D parameters hold their matrices one below the other; else None."""
-        return None if self.num_experts is None else int(getattr(module, self.num_experts))
+        if self.num_experts is None:
+            return None
+        count = getattr(module, self.num_experts, None)
+        if not isinstance(count, int) or count < 1:
+            raise ValueError(
+                f"num_experts={self.num_experts!r} of the layout of {type(module).__name__} names an attribute that is "
+                f"{count!r}; it must be the number of experts, a positive int"
+            )
+        return count
 
 
 def decorated_layout(module: nn.Module) -> ExpertsLayout | None:

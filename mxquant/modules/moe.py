@@ -38,9 +38,11 @@ def experts_forward(experts: nn.Module, hidden_states: Tensor, top_k_index: Tens
         [T, H] in the dtype of `hidden_states`; sums over experts are in fp32 (fp64 for fp64).
 
     Raises:
-        ValueError: the layout is unknown, or does not say how to compute the block.
+        ValueError: the layout is unknown, or does not say how to compute the block; shapes that do not fit.
+        TypeError: ids that are no integers.
     """
     layout = _computable(experts)
+    _check_routed(hidden_states, top_k_index, top_k_weights)
     assert layout.down is not None
     assert layout.gate is not None
     up = [_stack(experts, name, layout) for name in layout.up]
@@ -61,6 +63,22 @@ def experts_forward(experts: nn.Module, hidden_states: Tensor, top_k_index: Tens
     if layout.post_norm is not None:
         y_SH = getattr(experts, layout.post_norm)(y_SH)
     return combine(y_SH, routing, None if weighs_input else top_k_weights, hidden_states.dtype)
+
+
+def _check_routed(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> None:
+    """Kernels index by these shapes, so that none may be wrong.
+
+    Raises:
+        ValueError, TypeError: shapes that do not belong together, or ids that are no integers.
+    """
+    shapes = [tuple(tensor.shape) for tensor in (hidden_states, top_k_index, top_k_weights)]
+    if hidden_states.dim() != 2 or top_k_index.dim() != 2 or shapes[1] != shapes[2] or shapes[0][0] != shapes[1][0]:
+        raise ValueError(
+            f"experts take hidden_states [T, H], top_k_index [T, k] and top_k_weights [T, k]; got {shapes[0]}, "
+            f"{shapes[1]} and {shapes[2]}; flatten batches and sequences to tokens first"
+        )
+    if top_k_index.is_floating_point() or top_k_index.dtype == torch.bool or top_k_index.is_complex():
+        raise TypeError(f"top_k_index is a tensor of integers; got {top_k_index.dtype}. Pass the indices of topk")
 
 
 def _computable(experts: nn.Module) -> ExpertsLayout:

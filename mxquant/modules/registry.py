@@ -6,6 +6,7 @@ Nothing else is taken for experts.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -51,12 +52,19 @@ def register_experts_layout(
             attribute with the number of experts. They are 3-D once quantized, until `dequantize_`.
 
     Raises:
-        TypeError: `cls` is no class of modules.
+        TypeError: `cls` is no class of modules, or an argument of the wrong kind.
         ValueError: an axis or option that is unknown, or a name that `k_axis` lacks.
     """
     if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
         raise TypeError(f"register_experts_layout takes a subclass of torch.nn.Module; got {cls!r}")
     names = (up,) if isinstance(up, str) else tuple(up)
+    _check_kinds(k_axis, biases or {}, num_experts, gate)
+    expected = 2 if gate_order == "separate" else 1
+    if names and gate is None and len(names) != expected:
+        raise ValueError(
+            f"gate_order={gate_order!r} goes with {expected} of the weights in up, not {list(names)}; name them, or pass "
+            "a gate that takes their outputs"
+        )
     _registered[cls] = ExpertsLayout(
         k_axis=dict(k_axis),
         biases=dict(biases or {}),
@@ -68,6 +76,16 @@ def register_experts_layout(
         router_weight=router_weight,
         num_experts=num_experts,
     )
+
+
+def _check_kinds(k_axis: Any, biases: Any, num_experts: Any, gate: Any) -> None:
+    for what, value in (("k_axis", k_axis), ("biases", biases)):
+        if not isinstance(value, Mapping):
+            raise TypeError(f"{what} is a dict by the names of weights; got {value!r}")
+    if num_experts is not None and not isinstance(num_experts, str):
+        raise TypeError(f"num_experts is an attribute's name, as a string; got {num_experts!r}")
+    if gate is not None and not callable(gate):
+        raise TypeError(f"gate is a function (module, *outputs of up) -> input of down; got {gate!r}")
 
 
 def experts_layout(module: nn.Module) -> ExpertsLayout | None:

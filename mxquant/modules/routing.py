@@ -7,6 +7,7 @@ Shape suffixes: T tokens, K choices a token, S = T K sorted places, E experts, H
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -44,10 +45,17 @@ class Routing(NamedTuple):
         return ids.flatten()[self.order_S].to(torch.int64)
 
 
+@functools.cache
+def _has_bfloat16(device: torch.device) -> bool:
+    return torch.version.hip is not None or torch.cuda.get_device_capability(device) >= (8, 0)
+
+
 def runs_kernels(*tensors: Tensor) -> bool:
     """Whether Triton kernels stand in for torch's operators: on a GPU, in eager, where nothing needs a gradient."""
     first = tensors[0]
     if not first.is_cuda or first.dtype == torch.float64 or is_traced(*tensors) or not has_triton():
+        return False
+    if not _has_bfloat16(first.device):
         return False
     return not (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors))
 
@@ -58,6 +66,8 @@ def route(top_k_index: Tensor, num_experts: int) -> Routing:
     Args:
         top_k_index: integers [T, K]; what is not in 0..num_experts-1 sorts to the end, beyond the last offset.
     """
+    if top_k_index.dtype not in (torch.int32, torch.int64):
+        top_k_index = top_k_index.to(torch.int64)  # a narrow type may not hold num_experts
     if runs_kernels(top_k_index) and top_k_index.numel():
         from mxquant.kernels.routing import route as route_kernel
 

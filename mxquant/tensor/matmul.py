@@ -103,6 +103,9 @@ def check_operands(x: Tensor, weight: MXTensor, contracted: int, bias: Tensor | 
     width = weight.shape[contracted]
     if x.dim() == 0 or x.shape[-1] != width:
         raise ValueError(f"input of shape {tuple(x.shape)} does not fit {weight!r}: its last axis must be {width}")
+    made = (*weight.shape[:-2], weight.shape[-1 if contracted == -2 else -2])
+    if bias is not None and tuple(bias.shape) != made:
+        raise ValueError(f"bias of shape {tuple(bias.shape)} does not fit {weight!r}: its shape must be {made}")
     metadata = weight.metadata
     if metadata.block_offset and metadata.activation is not None and weight.axis == contracted:
         raise ValueError(

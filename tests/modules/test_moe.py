@@ -1,6 +1,7 @@
 """The fused forward of an expert block: every pair of formats, every routing, and what must not go unnoticed."""
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -299,3 +300,44 @@ def test_each_bias_counts(name: str) -> None:
     y = experts_forward(experts, *arguments)
     getattr(experts, name).data.zero_()
     assert relative_error(experts_forward(experts, *arguments), y) > 1000 * BOUND
+
+
+# Bad input
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda x, ids, weights: (x, ids[:5], weights[:5]),
+        lambda x, ids, weights: (x[:3], ids, weights),
+        lambda x, ids, weights: (x, ids, weights[:, :1]),
+        lambda x, ids, weights: (x, ids, weights[:1]),
+        lambda x, ids, weights: (x, ids[:, 0], weights[:, 0]),
+        lambda x, ids, weights: (x.unsqueeze(0), ids, weights),
+    ],
+)
+def test_shapes_that_do_not_belong_together_are_refused(change: Callable[..., tuple[Tensor, Tensor, Tensor]]) -> None:
+    experts, arguments = block(GPT_OSS), tokens(7)
+    with pytest.raises(
+        ValueError, match=r"hidden_states \[T, H\], top_k_index \[T, k\] and top_k_weights \[T, k\]; got"
+    ):
+        experts_forward(experts, *change(*arguments))
+
+
+def test_ids_of_any_integer_type_and_of_no_other() -> None:
+    experts, (x, ids, weights) = block(GPT_OSS), tokens()
+    expected = experts_forward(experts, x, ids, weights)
+    for dtype in (torch.int8, torch.uint8, torch.int16, torch.int32):
+        assert torch.equal(experts_forward(experts, x, ids.to(dtype), weights), expected)
+    for wrong in (ids.float(), ids.bool()):
+        with pytest.raises(TypeError, match="top_k_index is a tensor of integers"):
+            experts_forward(experts, x, wrong, weights)
+
+
+def test_a_bias_of_another_shape_is_refused() -> None:
+    experts, arguments = block(GPT_OSS), tokens()
+    bias = experts.gate_up_proj_bias
+    for wrong in (bias[:, :-1], bias[:1], bias[:-1], torch.cat([bias, bias], 1)):
+        experts.gate_up_proj_bias = nn.Parameter(wrong.clone(), requires_grad=False)
+        with pytest.raises(ValueError, match="bias of shape"):
+            experts_forward(experts, *arguments)

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from matmul_reference import FORMATS, activation64, assert_product, decode64, operands, quantized
 from torch import Tensor
 
-from mxquant import MXTensor
+from mxquant import MXTensor, quantize
 from mxquant.formats import get_format
 from mxquant.tensor.choose import describe
 
@@ -205,3 +205,10 @@ def test_equal_problems_are_one_object() -> None:
     assert describe(one) is describe(other)
     assert describe(one, torch.float16) is not describe(one)
     assert describe(one.with_activation("nvfp4", scale=torch.ones(()))) != describe(one.with_activation("nvfp4"))
+
+
+@pytest.mark.parametrize("shape", [(33,), (31,), (1,), (1, 32), ()], ids=str)
+def test_a_bias_of_another_shape_is_refused(shape: tuple[int, ...]) -> None:
+    weight = quantize(torch.randn(32, 64), "mxfp4")
+    with pytest.raises(ValueError, match=r"bias of shape .* does not fit .*: its shape must be \(32,\)"):
+        F.linear(torch.randn(3, 64), weight, torch.randn(shape))
