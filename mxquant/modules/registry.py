@@ -62,8 +62,8 @@ def register_experts_layout(
     expected = 2 if gate_order == "separate" else 1
     if names and gate is None and len(names) != expected:
         raise ValueError(
-            f"gate_order={gate_order!r} goes with {expected} of the weights in up, not {list(names)}; name them, or pass "
-            "a gate that takes their outputs"
+            f"gate_order={gate_order!r} goes with {expected} of the weights in up, not {list(names)}; name them, or "
+            "pass a gate that takes their outputs"
         )
     _registered[cls] = ExpertsLayout(
         k_axis=dict(k_axis),
