@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -19,7 +20,7 @@ from mxquant.modules.linear import dequantize_parameter, quantize_parameter
 from mxquant.modules.registry import experts_layout
 from mxquant.report import SKIP_REASON, Explanation, Summary, summarize
 from mxquant.select import FilterFn, Plan, Site, Skip, Target, select
-from mxquant.tensor import MXTensor, describe, precision, requested_backend
+from mxquant.tensor import MXTensor, check_rotation, describe, precision, requested_backend
 
 _logger = logging.getLogger("mxquant")
 
@@ -65,7 +66,7 @@ def quantize_(
     device = _usable_device(device)
     plan = select(model, resolve_mapping(config), filter_fn)
     for target in plan.targets:
-        check_weight(target.name, target.parameter, target.config, device, target.k_axis)
+        check_weight(target.name, target.parameter, target.config, device, target.k_axis, target.stack)
         if target.sites[0].kind == "experts":
             _check_stack(target)
     _warn_of_experts(plan.skips)
@@ -139,9 +140,11 @@ def _explain(weight: MXTensor, input_shape: Sequence[int] | None, device: torch.
     rows = "M" if input_shape is None else " x ".join(map(str, input_shape[:-1])) or "1"
     activation = problem.activation or str(problem.dtype).removeprefix("torch.")
     times = f", each row times one of {problem.experts}" if problem.experts else " times"
+    rotated = f", rotated in blocks of {weight.metadata.rotation}," if weight.metadata.rotation else ""
+    sizes = f"[{problem.out_features}, {problem.in_features}]"
     matmul = (
-        f"{precision(weight.metadata)}: {activation} input [{rows}, {problem.in_features}]{times} {problem.weight} "
-        f"weight{'s' * (problem.experts > 0)} [{problem.out_features}, {problem.in_features}] on {problem.device}"
+        f"{precision(weight.metadata)}: {activation} input [{rows}, {problem.in_features}]{rotated}{times} "
+        f"{problem.weight} weight{'s' * (problem.experts > 0)} {sizes} on {problem.device}"
     )
     return Explanation(matmul, weight.backend, chosen, verdicts)
 
@@ -161,7 +164,12 @@ def summary(model: nn.Module, original: nn.Module | Mapping[str, Tensor] | None 
 
 
 def check_weight(
-    name: str, weight: Tensor, config: _MXConfig, device: torch.device | None = None, k_axis: int = -1
+    name: str,
+    weight: Tensor,
+    config: _MXConfig,
+    device: torch.device | None = None,
+    k_axis: int = -1,
+    stack: int | None = None,
 ) -> None:
     """Refuse a weight that `config` cannot be applied to on `device` (None: where it is). No copy of it is made.
 
@@ -189,16 +197,23 @@ def check_weight(
         )
     if weight.numel() == 0:
         raise ValueError(f"{name} {shape} is empty: there is nothing to quantize; {_SKIP_IT}")
-    _check_values(name, weight)
+    _check_values(name, weight, config.rotation)
+    try:
+        matrices = stack if stack and k_axis == -2 else 1  # of a 2-D parameter, one below the other along K
+        check_rotation(config.rotation, get_format(config.format), weight.shape[k_axis] // matrices)
+    except ValueError as error:
+        raise ValueError(f"{name} {shape}: {error}, or {_SKIP_IT}") from None
     if config.backend != "auto":
         _check_backend(name, weight, config, device, k_axis)
 
 
-def _check_values(name: str, weight: Tensor) -> None:
+def _check_values(name: str, weight: Tensor, rotation: int | None) -> None:
     low, high = torch.aminmax(weight.detach())
-    largest = max(-low.item(), high.item())
+    largest = max(-low.item(), high.item()) * (rotation or 1)  # a block may hold its sum in one place
     if not largest <= torch.finfo(torch.float32).max:
         found = "holds values beyond fp32's range" if weight.dtype == torch.float64 else "holds NaN or Inf"
+        if rotation is not None and largest < math.inf:
+            found = "holds values that may leave fp32's range when they are rotated"
         raise ValueError(f"{name} {tuple(weight.shape)} {found}; repair the weight, or {_SKIP_IT}")
 
 

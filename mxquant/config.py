@@ -32,6 +32,7 @@ class _MXConfig(AOBaseConfig):
     scale_mode: str = "even"
     activation_scale_mode: str | None = None
     backend: str = "auto"
+    rotation: int | None = None
 
     @property
     @abc.abstractmethod
@@ -51,6 +52,11 @@ class _MXConfig(AOBaseConfig):
             accepted = ", ".join(weight.scale_modes)
             raise ValueError(f"scale_mode={self.scale_mode!r} is unknown for {weight.name}; use one of {accepted}")
         self._check_activation()
+        if self.rotation is not None and (type(self.rotation) is not int or self.rotation != weight.block_size):
+            raise ValueError(
+                f"rotation={self.rotation!r} is unknown for {weight.name}; use {weight.block_size}, the size of its "
+                "block, or None"
+            )
         if not isinstance(self.backend, str):
             raise TypeError(
                 f"backend must be 'auto' or a name in mxquant.list_backends(); got {self.backend!r}, which is no string"
@@ -85,6 +91,8 @@ class MXFP4Config(_MXConfig):
         scale_mode: how the weight's scales are rounded: "floor", "even", "ceil", "rceil" or "even_fp4".
         activation_scale_mode: the same for activations; None is their format's own default, whatever `scale_mode` is.
         backend: who multiplies; "auto" takes the first in the registry's order that computes this config exactly.
+        rotation: 32 rotates weights, and activations in the matmul, by a Hadamard matrix in every block, which spreads
+            outliers over it; K has to be a multiple of 32. None: no rotation.
 
     Raises:
         ValueError: an unknown format or scale mode, or an `activation_scale_mode` for activations that have none.
@@ -102,7 +110,7 @@ class MXFP6Config(_MXConfig):
 
     Args:
         element: "e2m3" (finer) or "e3m2" (wider).
-        activation, scale_mode, activation_scale_mode, backend: as for `MXFP4Config`.
+        activation, scale_mode, activation_scale_mode, backend, rotation: as for `MXFP4Config`.
     """
 
     element: str = "e2m3"
@@ -118,7 +126,7 @@ class MXFP8Config(_MXConfig):
 
     Args:
         element: "e4m3" (finer) or "e5m2" (wider).
-        activation, scale_mode, activation_scale_mode, backend: as for `MXFP4Config`.
+        activation, scale_mode, activation_scale_mode, backend, rotation: as for `MXFP4Config`.
     """
 
     element: str = "e4m3"
@@ -136,6 +144,7 @@ class NVFP4Config(_MXConfig):
     Args:
         activation, activation_scale_mode, backend: as for `MXFP4Config`.
         scale_mode: "even", the only one: block scales are rounded to the nearest E4M3 value.
+        rotation: as for `MXFP4Config`, but 16.
     """
 
     @property

@@ -42,6 +42,8 @@ class QuantizedWeight:
     """Signal to quantization noise, 20 log10(|w| / |w - q|) with the original weight w; None if that was not given."""
     tied: tuple[str, ...] = ()
     """Its other names, where it is one weight under several."""
+    rotation: int | None = None
+    """Size of the block Hadamard that its codes are rotated by."""
 
 
 @dataclass(frozen=True)
@@ -169,7 +171,8 @@ def _quantized_row(
     bits = 8 * weight.nbytes / weight.numel()
     wa, shape = precision(weight.metadata), tuple(weight.shape)
     tied = tuple(other for other, _ in others)
-    return QuantizedWeight(name, kind, weight.format, wa, backend, shape, weight.nbytes, bits, sqnr_db, tied)
+    rotation = weight.metadata.rotation
+    return QuantizedWeight(name, kind, weight.format, wa, backend, shape, weight.nbytes, bits, sqnr_db, tied, rotation)
 
 
 def _names(row: QuantizedWeight | SkippedWeight) -> str:
@@ -213,7 +216,8 @@ def _sqnr_db(weight: MXTensor, original: Tensor) -> float:
 
 
 def _cells(row: QuantizedWeight) -> list[str]:
-    cells = [_names(row), row.kind, row.format, row.precision, row.backend, _sizes(row.shape)]
+    rotation = f", rotation {row.rotation}" if row.rotation else ""
+    cells = [_names(row), row.kind, row.format, row.precision + rotation, row.backend, _sizes(row.shape)]
     cells += [f"{row.bits_per_weight:.2f}", f"{row.nbytes:,}"]
     return cells if row.sqnr_db is None else [*cells, f"{row.sqnr_db:.2f}"]
 

@@ -75,7 +75,8 @@ def test_configs_are_values() -> None:
 
 def test_repr_is_the_call() -> None:
     assert repr(MXFP6Config("e3m2", activation=None)) == (
-        "MXFP6Config(activation=None, scale_mode='even', activation_scale_mode=None, backend='auto', element='e3m2')"
+        "MXFP6Config(activation=None, scale_mode='even', activation_scale_mode=None, backend='auto', rotation=None, "
+        "element='e3m2')"
     )
     for config, *_ in DEFAULTS:
         assert eval(repr(config)) == config

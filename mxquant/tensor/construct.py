@@ -17,7 +17,8 @@ from mxquant.formats.block import dequantize_blocks, quantize_blocks
 from mxquant.formats.scale import NAN_BYTE, nvfp4_per_tensor_scale
 from mxquant.formats.spec import Format, get_format, resolve_scale_mode
 from mxquant.kernels import has_triton
-from mxquant.tensor.metadata import Metadata, check_dtype
+from mxquant.kernels.rotate import rotate
+from mxquant.tensor.metadata import Metadata, check_dtype, check_rotation
 from mxquant.tensor.mxtensor import MXTensor, block_format, logical_shape, physical_shape
 
 _NONFINITE = ("nan", "raise")
@@ -41,6 +42,7 @@ def quantize(
     nonfinite: str = "nan",
     per_tensor_scale: Tensor | None = None,
     canonical_zero: bool = False,
+    rotation: int | None = None,
 ) -> MXTensor:
     """Quantize a tensor to a microscaling format, in blocks along one axis.
 
@@ -59,6 +61,9 @@ def quantize(
             elsewhere (the logical shape with some sizes 1, the blocked axis among them). None: amax / 2688 of the
             finite elements of all of `x`.
         canonical_zero: write +0 for every zero (as AMD Quark does) instead of keeping its sign.
+        rotation: the format's block size: quantize the values times a block Hadamard along the axis, in fp32
+            (`mxquant.kernels.rotate`). The tensor stands for `x` all the same: `dequantize` rotates back, and a matmul
+            rotates its other operand.
 
     Returns:
         An MXTensor of x's shape, dtype and device, weight-only.
@@ -66,7 +71,7 @@ def quantize(
     Raises:
         TypeError: `x` is not a floating tensor of those dtypes.
         ValueError: a wrong option, an empty tensor, an axis out of range, a superfluous per-tensor scale, fp64 beyond
-            fp32's range.
+            fp32's range, a rotation that does not fit.
         NotImplementedError: `x` is on the meta device or is quantized already.
     """
     fmt = get_format(format)
@@ -74,14 +79,17 @@ def quantize(
     assert mode is not None, "every weight format has scale modes"
     _check_input(x, axis, nonfinite)
     axis = axis if axis < 0 else axis - x.dim()
+    check_rotation(rotation, fmt, x.shape[axis])
     physical = x.detach().movedim(axis, -1)
+    if rotation is not None:
+        physical = rotate(physical, rotation)
     if per_tensor_scale is not None:
         per_tensor_scale = _physical_per_tensor_scale(fmt, per_tensor_scale, x, axis)
     raises = nonfinite == "raise"
     run = torch.ops.mxquant.quantize if is_traced(physical) else _quantize
     qdata, scale, *rest = run(physical, fmt.name, mode, per_tensor_scale, canonical_zero, raises)
     operand = Operand(qdata, scale, rest[0] if rest else None)
-    return MXTensor(operand, Metadata(fmt.name, axis, x.dtype), x.shape)
+    return MXTensor(operand, Metadata(fmt.name, axis, x.dtype, rotation=rotation), x.shape)
 
 
 def _check_input(x: Tensor, axis: int, nonfinite: str) -> None:
@@ -181,6 +189,7 @@ def _(
 def dequantize(tensor: MXTensor, dtype: torch.dtype) -> Tensor:
     """`MXTensor.dequantize`."""
     tensor = tensor.canonical()
+    rotation = tensor.metadata.rotation
     arguments = (
         tensor.qdata,
         tensor.scale,
@@ -188,10 +197,12 @@ def dequantize(tensor: MXTensor, dtype: torch.dtype) -> Tensor:
         tensor.format,
         physical_shape(tensor)[-1],
         tensor.metadata.block_offset,
-        check_dtype(dtype),
+        check_dtype(dtype) if rotation is None else torch.promote_types(check_dtype(dtype), torch.float32),
     )
     run = torch.ops.mxquant.dequantize if is_traced(tensor.qdata) else _dequantize
     physical: Tensor = run(*arguments)
+    if rotation is not None:
+        physical = rotate(physical, rotation).to(dtype)
     return physical.movedim(-1, tensor.axis).contiguous()
 
 
