@@ -48,9 +48,11 @@ class _MXConfig(AOBaseConfig):
 
     def __post_init__(self) -> None:
         weight = get_format(self.format)
-        if self.scale_mode not in weight.scale_modes:
-            accepted = ", ".join(weight.scale_modes)
-            raise ValueError(f"scale_mode={self.scale_mode!r} is unknown for {weight.name}; use one of {accepted}")
+        accepted = (*weight.scale_modes, *weight.searched_scale_modes)
+        if self.scale_mode not in accepted:
+            raise ValueError(
+                f"scale_mode={self.scale_mode!r} is unknown for {weight.name}; use one of {', '.join(accepted)}"
+            )
         self._check_activation()
         if self.rotation is not None and (type(self.rotation) is not int or self.rotation != weight.block_size):
             raise ValueError(
@@ -88,7 +90,7 @@ class MXFP4Config(_MXConfig):
     Args:
         activation: the format that activations are quantized to in the matmul: "same" as the weight's, another format's
             name ("mxfp8", "fp8_e4m3", ...), or None for weight-only.
-        scale_mode: how the weight's scales are rounded: "floor", "even", "ceil", "rceil" or "even_fp4".
+        scale_mode: how the weight's scales are found: "floor", "even", "ceil", "rceil", "even_fp4", or "mse" by search.
         activation_scale_mode: the same for activations; None is their format's own default, whatever `scale_mode` is.
         backend: who multiplies; "auto" takes the first in the registry's order that computes this config exactly.
         rotation: 32 rotates weights, and activations in the matmul, by a Hadamard matrix in every block, which spreads
@@ -143,7 +145,8 @@ class NVFP4Config(_MXConfig):
 
     Args:
         activation, activation_scale_mode, backend: as for `MXFP4Config`.
-        scale_mode: "even", the only one: block scales are rounded to the nearest E4M3 value.
+        scale_mode: "even": block scales are rounded to the nearest E4M3 value; or "four_over_six": a block's maximum
+            becomes 6 or 4, by the smaller error.
         rotation: as for `MXFP4Config`, but 16.
     """
 

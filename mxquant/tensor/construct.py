@@ -53,13 +53,14 @@ def quantize(
         x: bf16, fp16, fp32, or fp64 within fp32's range; any rank from 1, any strides; not empty.
         format: "mxfp4", "mxfp6_e2m3" (or "mxfp6"), "mxfp6_e3m2", "mxfp8_e4m3" (or "mxfp8"), "mxfp8_e5m2" or "nvfp4".
         scale_mode: "floor" (OCP), "even" (AMD Quark, vLLM, compressed-tensors), "ceil", "rceil" (NVIDIA), "even_fp4"
-            (compressed-tensors' MXFP8); None: the format's default, even, for MXFP8 rceil. NVFP4 has "even" alone.
+            (compressed-tensors' MXFP8), "mse" (of even's exponent and the one below, that of the least squared error);
+            None: the format's default, even, for MXFP8 rceil. NVFP4 has "even" and "four_over_six".
         axis: the axis that blocks run along; its length need not be a multiple of the block.
         nonfinite: "nan": a block that holds NaN or Inf decodes to NaN (scale byte 255, codes 0); "raise": a
             ValueError names the first.
         per_tensor_scale: NVFP4 only: the fp32 multiplier to use, one element, or one for each leading index with ones
-            elsewhere (the logical shape with some sizes 1, the blocked axis among them). None: amax / 2688 of the
-            finite elements of all of `x`.
+            elsewhere (the logical shape with some sizes 1, the blocked axis among them). None: amax / 2688 (amax /
+            1536 in mode four_over_six) of the finite elements of all of `x`.
         canonical_zero: write +0 for every zero (as AMD Quark does) instead of keeping its sign.
         rotation: the format's block size: quantize the values times a block Hadamard along the axis, in fp32
             (`mxquant.kernels.rotate`). The tensor stands for `x` all the same: `dequantize` rotates back, and a matmul
@@ -139,8 +140,8 @@ def _quantize(
     """Codes and scales of `x` along its last axis, and the per-tensor scale for NVFP4."""
     fmt = get_format(format)
     if fmt.per_tensor and per_tensor_scale is None:
-        per_tensor_scale = nvfp4_per_tensor_scale(x)
-    quantizer = _quantizer_for(x)
+        per_tensor_scale = nvfp4_per_tensor_scale(x, mode)
+    quantizer = _quantizer_for(x, fmt, mode)
     qdata, scale = quantizer(x, fmt, mode, per_tensor_scale=per_tensor_scale, canonical_zero=canonical_zero)
     if raises and (bad := scale == NAN_BYTE).any():
         first = tuple(bad.nonzero()[0].tolist())
@@ -151,9 +152,9 @@ def _quantize(
     return [qdata, scale] if per_tensor_scale is None else [qdata, scale, per_tensor_scale]
 
 
-def _quantizer_for(x: Tensor) -> Callable[..., tuple[Tensor, Tensor]]:
+def _quantizer_for(x: Tensor, fmt: Format, mode: str) -> Callable[..., tuple[Tensor, Tensor]]:
     """The kernel where there is one, else the reference; both give the same bytes."""
-    if x.is_cuda and x.dtype != torch.float64 and has_triton():
+    if x.is_cuda and x.dtype != torch.float64 and has_triton() and mode not in fmt.searched_scale_modes:
         from mxquant.kernels import cast  # imports triton, which is not everywhere
 
         return cast.quantize_blocks
