@@ -1,0 +1,1 @@
+"""What finds better codes than rounding to nearest: calibration, and GPTQ."""
