@@ -44,8 +44,8 @@ CONFIGS = {
 DEFAULT = ("mxfp4 W4A4", "mxfp4 W4A4, rotated GPTQ")
 
 
-def wikipedia_windows(tokenizer: PreTrainedTokenizerBase, tokens: int, sample: int) -> list[torch.Tensor]:
-    """Batches of eight windows of 512 tokens, of articles without their markup; samples do not overlap."""
+def wikipedia_paragraphs(count: int | None = None) -> list[str]:
+    """Paragraphs of articles without their markup: the first `count` of 300 characters or more, or all."""
     file = package_folder("gensim", 'pip install "mxquant[examples]"') / "test" / "test_data" / WIKIPEDIA
     xml = bz2.decompress(file.read_bytes()).decode("utf-8")
     pages = re.findall(r"<text[^>]*>(.*?)</text>", xml, re.DOTALL)
@@ -55,9 +55,15 @@ def wikipedia_windows(tokenizer: PreTrainedTokenizerBase, tokens: int, sample: i
         text = re.sub(r"\{[^{}]*\}", "", text)
     text = re.sub(r"\[\[(?:[^\[\]|]*\|)?([^\[\]|]*)\]\]", r"\1", text)
     text = re.sub(r"'{2,}|\[\[[^\]]*\]\]|^[=*#:;|!].*$|&\w+;", "", text, flags=re.MULTILINE)
-    text = re.sub(r"\n{2,}", "\n", text)
+    paragraphs = [paragraph for paragraph in text.split("\n") if paragraph.strip()]
+    return paragraphs if count is None else [p for p in paragraphs if len(p) >= 300][:count]
+
+
+def wikipedia_windows(tokenizer: PreTrainedTokenizerBase, tokens: int, sample: int) -> list[torch.Tensor]:
+    """Batches of eight windows of 512 tokens; samples do not overlap."""
     start = sample * tokens
-    ids = tokenizer(text[: 8 * (start + tokens)])["input_ids"][start : start + tokens]
+    text = "\n".join(wikipedia_paragraphs())[: 8 * (start + tokens)]
+    ids = tokenizer(text)["input_ids"][start : start + tokens]
     return list(torch.tensor(ids).view(-1, WINDOW).split(8))
 
 
