@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from mxquant.algorithms.calibrate import calibrate
+from mxquant.algorithms.quality import output_sqnr_db
 from mxquant.algorithms.stages import Batch
 from mxquant.backends import candidates
 from mxquant.backends import select as select_backend
@@ -151,18 +152,31 @@ def _explain(weight: MXTensor, input_shape: Sequence[int] | None, device: torch.
     return Explanation(matmul, weight.backend, chosen, verdicts)
 
 
-def summary(model: nn.Module, original: nn.Module | Mapping[str, Tensor] | None = None) -> Summary:
+def summary(
+    model: nn.Module,
+    original: nn.Module | Mapping[str, Tensor] | None = None,
+    batches: Iterable[Batch] | None = None,
+) -> Summary:
     """What is quantized in a model, to which format and at what size, and what is not, and why.
 
     Args:
         original: the model before quantization, or its state dict; with it, each weight's SQNR is computed.
+        batches: what the model is called with; the original model is run on them, and the SQNR of each quantized
+            module's outputs on the inputs that its original has is computed.
 
     Raises:
-        ValueError: `original` lacks a weight, or has one of another shape.
+        ValueError: `original` lacks a weight, or has one of another shape; `batches` without an original model.
         TypeError: `model` is not a module, or `original` neither a module nor a mapping.
     """
     _check_model("summary", model)
-    return summarize(model, original, lambda weight: select_backend(describe(weight), requested_backend(weight)).name)
+    outputs = None
+    if batches is not None:
+        if not isinstance(original, nn.Module):
+            raise ValueError("batches are for comparing outputs with the original model; pass it as original")
+        outputs = output_sqnr_db(model, original, list(batches))
+    return summarize(
+        model, original, lambda weight: select_backend(describe(weight), requested_backend(weight)).name, outputs
+    )
 
 
 def replace_weight(
