@@ -9,7 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 from mxquant.api import dequantize_, explain, quantize_, summary
 from mxquant.backends import list_backends, register_backend
-from mxquant.config import MXFP4Config, MXFP6Config, MXFP8Config, NVFP4Config, mxfp4, mxfp6, mxfp8, nvfp4
+from mxquant.config import GPTQ, MXFP4Config, MXFP6Config, MXFP8Config, NVFP4Config, mxfp4, mxfp6, mxfp8, nvfp4
 from mxquant.integrations import torchao as _torchao  # registers the configs with torchao
 from mxquant.modules.moe import experts_forward
 from mxquant.modules.registry import register_experts_layout
@@ -30,6 +30,7 @@ __all__ = [
     "mxfp6",
     "mxfp8",
     "nvfp4",
+    "GPTQ",
     # Tensors
     "quantize",
     "MXTensor",

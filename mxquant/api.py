@@ -3,28 +3,27 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 
+from mxquant.algorithms.calibrate import calibrate
+from mxquant.algorithms.quality import output_sqnr_db
+from mxquant.algorithms.stages import Batch
 from mxquant.backends import candidates
 from mxquant.backends import select as select_backend
-from mxquant.config import _MXConfig, resolve_mapping
-from mxquant.formats import get_format
-from mxquant.modules.experts_weight import dequantize_experts, quantize_experts, stacked
-from mxquant.modules.linear import dequantize_parameter, quantize_parameter
+from mxquant.config import resolve_mapping
+from mxquant.modules.experts_weight import dequantize_experts, quantize_experts
+from mxquant.modules.linear import WeightQuantizer, dequantize_parameter, quantize_parameter, round_to_nearest
 from mxquant.modules.registry import experts_layout
 from mxquant.report import SKIP_REASON, Explanation, Summary, summarize
 from mxquant.select import FilterFn, Plan, Site, Skip, Target, select
 from mxquant.tensor import MXTensor, describe, precision, requested_backend
+from mxquant.validate import check_calibration, check_stack, check_weight
 
 _logger = logging.getLogger("mxquant")
-
-_SKIP_IT = "skip it (map it to None, or filter_fn)"
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 def quantize_(
@@ -32,6 +31,7 @@ def quantize_(
     config: object,
     filter_fn: FilterFn | None = None,
     device: torch.device | str | None = None,
+    calibration: Iterable[Batch] | None = None,
 ) -> None:
     """Quantize the weights of a model in place. The whole model is validated before anything changes.
 
@@ -51,10 +51,13 @@ def quantize_(
         filter_fn: `(module, name) -> bool`; a selected module for which it is false is skipped.
         device: move each selected weight and its layer's biases there, quantize there and leave them there. What else
             the model has stays where it is; `model.to(device)` moves that.
+        calibration: for configs with `algorithm="gptq"`: batches, each what the model is called with: a tensor, a tuple
+            of positional or a dict of keyword arguments. The model runs where it is.
 
     Raises:
         ValueError: an unknown name in the config, a key without effect, a weight that is quantized already, empty or
-            not finite, a backend that is unknown or cannot compute the config.
+            not finite, a rotation that does not divide it, a backend that is unknown or cannot compute the config,
+            calibration that is missing or not used.
         TypeError: arguments of the wrong type, integer or complex weights.
         NotImplementedError: experts of unknown layout that were asked for, weights without values (meta) or of another
             tensor subclass.
@@ -65,11 +68,12 @@ def quantize_(
     device = _usable_device(device)
     plan = select(model, resolve_mapping(config), filter_fn)
     for target in plan.targets:
-        check_weight(target.name, target.parameter, target.config, device, target.k_axis)
+        check_weight(target.name, target.parameter, target.config, device, target.k_axis, target.stack)
         if target.sites[0].kind == "experts":
-            _check_stack(target)
+            check_stack(target)
+    batches = check_calibration(calibration, plan.targets, device)
     _warn_of_experts(plan.skips)
-    _swap(plan.targets, device)
+    _swap(plan.targets, device, model, batches)
     _record_skips(plan)
 
 
@@ -139,106 +143,57 @@ def _explain(weight: MXTensor, input_shape: Sequence[int] | None, device: torch.
     rows = "M" if input_shape is None else " x ".join(map(str, input_shape[:-1])) or "1"
     activation = problem.activation or str(problem.dtype).removeprefix("torch.")
     times = f", each row times one of {problem.experts}" if problem.experts else " times"
+    rotated = f", rotated in blocks of {weight.metadata.rotation}," if weight.metadata.rotation else ""
+    sizes = f"[{problem.out_features}, {problem.in_features}]"
     matmul = (
-        f"{precision(weight.metadata)}: {activation} input [{rows}, {problem.in_features}]{times} {problem.weight} "
-        f"weight{'s' * (problem.experts > 0)} [{problem.out_features}, {problem.in_features}] on {problem.device}"
+        f"{precision(weight.metadata)}: {activation} input [{rows}, {problem.in_features}]{rotated}{times} "
+        f"{problem.weight} weight{'s' * (problem.experts > 0)} {sizes} on {problem.device}"
     )
     return Explanation(matmul, weight.backend, chosen, verdicts)
 
 
-def summary(model: nn.Module, original: nn.Module | Mapping[str, Tensor] | None = None) -> Summary:
+def summary(
+    model: nn.Module,
+    original: nn.Module | Mapping[str, Tensor] | None = None,
+    batches: Iterable[Batch] | None = None,
+) -> Summary:
     """What is quantized in a model, to which format and at what size, and what is not, and why.
 
     Args:
         original: the model before quantization, or its state dict; with it, each weight's SQNR is computed.
+        batches: what the model is called with; the original model is run on them, and the SQNR of each quantized
+            module's outputs on the inputs that its original has is computed.
 
     Raises:
-        ValueError: `original` lacks a weight, or has one of another shape.
+        ValueError: `original` lacks a weight, or has one of another shape; `batches` without an original model.
         TypeError: `model` is not a module, or `original` neither a module nor a mapping.
     """
     _check_model("summary", model)
-    return summarize(model, original, lambda weight: select_backend(describe(weight), requested_backend(weight)).name)
+    outputs = None
+    if batches is not None:
+        if not isinstance(original, nn.Module):
+            raise ValueError("batches are for comparing outputs with the original model; pass it as original")
+        outputs = output_sqnr_db(model, original, list(batches))
+    return summarize(
+        model, original, lambda weight: select_backend(describe(weight), requested_backend(weight)).name, outputs
+    )
 
 
-def check_weight(
-    name: str, weight: Tensor, config: _MXConfig, device: torch.device | None = None, k_axis: int = -1
+def replace_weight(
+    target: Target, device: torch.device | None = None, quantizer: WeightQuantizer = round_to_nearest
 ) -> None:
-    """Refuse a weight that `config` cannot be applied to on `device` (None: where it is). No copy of it is made.
-
-    Raises:
-        ValueError, TypeError, NotImplementedError: naming the weight; see `quantize_`.
-    """
-    if isinstance(weight, MXTensor):
-        raise ValueError(
-            f"{name} is quantized already ({weight!r}); call dequantize_(model) first to quantize anew, or {_SKIP_IT}"
-        )
-    if is_lazy(weight):
-        raise ValueError(f"{name} is not initialized yet; run the model once first, or {_SKIP_IT}")
-    if nn.Parameter not in type(weight).__mro__ or weight.layout != torch.strided:
-        raise NotImplementedError(
-            f"{name} is a {type(weight).__name__} of layout {weight.layout}; only ordinary, dense tensors can be "
-            f"quantized. Convert it, or {_SKIP_IT}"
-        )
-    shape = tuple(weight.shape)
-    if weight.dtype not in _DTYPES:
-        accepted = ", ".join(str(dtype).removeprefix("torch.") for dtype in _DTYPES)
-        raise TypeError(f"{name} is {weight.dtype}; only {accepted} can be quantized; convert it, or {_SKIP_IT}")
-    if weight.is_meta:
-        raise NotImplementedError(
-            f"{name} {shape} is on the meta device and has no values; load the model's weights first, or {_SKIP_IT}"
-        )
-    if weight.numel() == 0:
-        raise ValueError(f"{name} {shape} is empty: there is nothing to quantize; {_SKIP_IT}")
-    _check_values(name, weight)
-    if config.backend != "auto":
-        _check_backend(name, weight, config, device, k_axis)
-
-
-def _check_values(name: str, weight: Tensor) -> None:
-    low, high = torch.aminmax(weight.detach())
-    largest = max(-low.item(), high.item())
-    if not largest <= torch.finfo(torch.float32).max:
-        found = "holds values beyond fp32's range" if weight.dtype == torch.float64 else "holds NaN or Inf"
-        raise ValueError(f"{name} {tuple(weight.shape)} {found}; repair the weight, or {_SKIP_IT}")
-
-
-def _check_stack(target: Target) -> None:
-    try:
-        stacked(target.parameter, target.stack)
-    except ValueError as error:
-        raise ValueError(f"{target.name}: {error}; see register_experts_layout, or {_SKIP_IT}") from None
-
-
-def _check_backend(name: str, weight: Tensor, config: _MXConfig, device: torch.device | None, k_axis: int) -> None:
-    """Ask the named backend about the weight to be, by a stand-in of its shape without values."""
-    fmt = get_format(config.format)
-    physical = torch.empty(weight.shape, device="meta").movedim(k_axis, -1).shape
-    *lead, length = physical
-    stand_in = MXTensor.from_qdata(
-        torch.empty(*lead, fmt.packed_size(length), dtype=torch.uint8, device="meta"),
-        torch.empty(*lead, fmt.num_blocks(length), dtype=torch.uint8, device="meta"),
-        fmt.name,
-        physical,
-        weight.dtype,
-        per_tensor_scale=torch.empty((), dtype=torch.float32, device="meta") if fmt.per_tensor else None,
-    ).with_activation(config.activation_format, config.activation_scale_mode)
-    try:
-        select_backend(describe(stand_in, device=device or weight.device), config.backend)
-    except ValueError as error:
-        raise ValueError(f"{name} {tuple(weight.shape)}: {error}") from None
-
-
-def replace_weight(target: Target, device: torch.device | None = None) -> None:
     """Quantize one checked weight, wherever it is registered; with `device`, the biases beside it move there too.
 
     Whatever can fail comes before the first change.
     """
     parameter, config = target.parameter, target.config
     if target.sites[0].kind == "experts":
-        quantized = quantize_experts(parameter, config, target.k_axis, stack=target.stack, device=device)
+        quantized = quantize_experts(
+            parameter, config, target.k_axis, stack=target.stack, device=device, quantizer=quantizer
+        )
     else:
         multiplies = any(site.kind != "embedding" for site in target.sites)
-        quantized = quantize_parameter(parameter, config, device, weight_only=not multiplies)
+        quantized = quantize_parameter(parameter, config, device, weight_only=not multiplies, quantizer=quantizer)
     biases = [bias for site in target.sites for bias in _biases(site)]
     moved = [] if device is None else [(bias, bias.data.to(device)) for bias in biases]
     for site in target.sites:
@@ -255,15 +210,38 @@ def _biases(site: Site) -> list[nn.Parameter]:
     return [bias for bias in found if bias is not None]
 
 
-def _swap(targets: list[Target], device: torch.device | None) -> None:
-    """Replace the weights one by one, each target dropped as it is done: what is replaced is freed at once."""
+def _swap(targets: list[Target], device: torch.device | None, model: nn.Module, batches: list[Batch]) -> None:
+    """Replace the weights one by one, each target dropped as it is done: what is replaced is freed at once.
+
+    Those that are rounded to nearest come first where layers are calibrated one after the other, so that all see what
+    will be; else last, so that none does.
+    """
     from tqdm.auto import tqdm
 
-    targets.reverse()
-    for done in tqdm(range(total := len(targets)), desc="quantizing", unit="weight", delay=1, leave=False):
-        name = targets[-1].name
+    calibrated = [target for target in targets if target.config.gptq is not None]
+    is_sequential = any(target.config.gptq.sequential for target in calibrated if target.config.gptq)
+    rounded = [target for target in reversed(targets) if target.config.gptq is None]
+    targets.clear()
+    name, done, total = "calibration", 0, len(calibrated) + len(rounded)
+    with tqdm(total=total, desc="quantizing", unit="weight", delay=1, leave=False) as progress:
+
+        def replace(target: Target, quantizer: WeightQuantizer) -> None:
+            nonlocal name, done
+            name = target.name
+            replace_weight(target, device, quantizer)
+            done += 1
+            progress.update()
+
+        def round_all() -> None:
+            while rounded:
+                replace(rounded.pop(), round_to_nearest)
+
         try:
-            replace_weight(targets.pop(), device)
+            if is_sequential:
+                round_all()
+            if calibrated:
+                calibrate(model, calibrated, batches, replace)
+            round_all()
         except BaseException:
             _logger.error(
                 "quantize_ stopped at %s: %d of %d weights are quantized, the others are as they were. To go on with "

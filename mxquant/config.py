@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import abc
 import difflib
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -20,8 +21,40 @@ from mxquant.formats.spec import FORMAT_ALIASES, WEIGHT_FORMATS, get_format, res
 
 KINDS = ("linear", "moe")
 """What a mapping names by kind: the weights of `nn.Linear` modules, and the stacked experts of MoE blocks."""
+ALGORITHMS = ("rtn", "gptq")
+"""How the codes of weights are found: rounding to nearest, or GPTQ with its default settings."""
 EVERY_KIND = "linear and moe"
 """The key of a config that was given alone, for whichever kinds a model has."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GPTQ:
+    """How GPTQ finds codes; see `mxquant.algorithms`. `algorithm="gptq"` in a config means the defaults.
+
+    Args:
+        damping: added to the Hessian's diagonal, as a share of its mean; positive.
+        act_order: round the columns of the largest inputs first. Scales are then those of the weight as it was.
+        sequential: each layer is calibrated on what the quantized layers before it give; else on what the model gave
+            before it was quantized, in about half the time.
+        min_tokens: a weight, or one expert, that sees fewer is rounded to nearest.
+
+    Raises:
+        ValueError, TypeError: a value of the wrong kind or out of range.
+    """
+
+    damping: float = 0.01
+    act_order: bool = False
+    sequential: bool = True
+    min_tokens: int = 128
+
+    def __post_init__(self) -> None:
+        if type(self.damping) not in (float, int) or not 0 < self.damping < math.inf:
+            raise ValueError(f"damping={self.damping!r}: it is a positive number; 0.01 is usual")
+        for name in ("act_order", "sequential"):
+            if type(getattr(self, name)) is not bool:
+                raise TypeError(f"{name}={getattr(self, name)!r}: it is True or False")
+        if type(self.min_tokens) is not int or self.min_tokens < 1:
+            raise ValueError(f"min_tokens={self.min_tokens!r}: it is an integer from 1 on")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +65,8 @@ class _MXConfig(AOBaseConfig):
     scale_mode: str = "even"
     activation_scale_mode: str | None = None
     backend: str = "auto"
+    rotation: int | None = None
+    algorithm: str | GPTQ = "rtn"
 
     @property
     @abc.abstractmethod
@@ -45,12 +80,28 @@ class _MXConfig(AOBaseConfig):
             return None
         return self.format if self.activation == "same" else get_format(self.activation, activation=True).name
 
+    @property
+    def gptq(self) -> GPTQ | None:
+        """The settings of GPTQ; None where weights are rounded to nearest."""
+        if isinstance(self.algorithm, GPTQ):
+            return self.algorithm
+        return GPTQ() if self.algorithm == "gptq" else None
+
     def __post_init__(self) -> None:
         weight = get_format(self.format)
-        if self.scale_mode not in weight.scale_modes:
-            accepted = ", ".join(weight.scale_modes)
-            raise ValueError(f"scale_mode={self.scale_mode!r} is unknown for {weight.name}; use one of {accepted}")
+        accepted = (*weight.scale_modes, *weight.searched_scale_modes)
+        if self.scale_mode not in accepted:
+            raise ValueError(
+                f"scale_mode={self.scale_mode!r} is unknown for {weight.name}; use one of {', '.join(accepted)}"
+            )
         self._check_activation()
+        if self.rotation is not None and (type(self.rotation) is not int or self.rotation != weight.block_size):
+            raise ValueError(
+                f"rotation={self.rotation!r} is unknown for {weight.name}; use {weight.block_size}, the size of its "
+                "block, or None"
+            )
+        if not isinstance(self.algorithm, GPTQ) and self.algorithm not in ALGORITHMS:
+            raise ValueError(f"algorithm={self.algorithm!r} is unknown; use 'rtn', 'gptq' or a mxquant.GPTQ(...)")
         if not isinstance(self.backend, str):
             raise TypeError(
                 f"backend must be 'auto' or a name in mxquant.list_backends(); got {self.backend!r}, which is no string"
@@ -82,9 +133,13 @@ class MXFP4Config(_MXConfig):
     Args:
         activation: the format that activations are quantized to in the matmul: "same" as the weight's, another format's
             name ("mxfp8", "fp8_e4m3", ...), or None for weight-only.
-        scale_mode: how the weight's scales are rounded: "floor", "even", "ceil", "rceil" or "even_fp4".
+        scale_mode: how the weight's scales are found: "floor", "even", "ceil", "rceil", "even_fp4", or "mse" by search.
         activation_scale_mode: the same for activations; None is their format's own default, whatever `scale_mode` is.
         backend: who multiplies; "auto" takes the first in the registry's order that computes this config exactly.
+        rotation: 32 rotates weights, and activations in the matmul, by a Hadamard matrix in every block, which spreads
+            outliers over it; K has to be a multiple of 32. None: no rotation.
+        algorithm: how codes are found: "rtn", rounding to nearest; "gptq" or a `GPTQ` with its settings, which needs
+            `quantize_(..., calibration=batches)`.
 
     Raises:
         ValueError: an unknown format or scale mode, or an `activation_scale_mode` for activations that have none.
@@ -102,7 +157,7 @@ class MXFP6Config(_MXConfig):
 
     Args:
         element: "e2m3" (finer) or "e3m2" (wider).
-        activation, scale_mode, activation_scale_mode, backend: as for `MXFP4Config`.
+        activation, scale_mode, activation_scale_mode, backend, rotation, algorithm: as for `MXFP4Config`.
     """
 
     element: str = "e2m3"
@@ -118,7 +173,7 @@ class MXFP8Config(_MXConfig):
 
     Args:
         element: "e4m3" (finer) or "e5m2" (wider).
-        activation, scale_mode, activation_scale_mode, backend: as for `MXFP4Config`.
+        activation, scale_mode, activation_scale_mode, backend, rotation, algorithm: as for `MXFP4Config`.
     """
 
     element: str = "e4m3"
@@ -134,8 +189,10 @@ class NVFP4Config(_MXConfig):
     """NVFP4: E2M1 codes, one E4M3 scale a block of 16 and one fp32 scale a tensor; 4.5 bits a weight.
 
     Args:
-        activation, activation_scale_mode, backend: as for `MXFP4Config`.
-        scale_mode: "even", the only one: block scales are rounded to the nearest E4M3 value.
+        activation, activation_scale_mode, backend, algorithm: as for `MXFP4Config`.
+        scale_mode: "even": block scales are rounded to the nearest E4M3 value; or "four_over_six": a block's maximum
+            becomes 6 or 4, by the smaller error.
+        rotation: as for `MXFP4Config`, but 16.
     """
 
     @property

@@ -6,8 +6,8 @@ import html
 import io
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import cast
+from dataclasses import dataclass, replace
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,7 @@ SKIP_REASON = "_mxquant_skipped"
 """The attribute of a module that says why `quantize_` left parameters of its own as they are: a few words by name."""
 
 _CHUNK_ELEMENTS = 1 << 20
-_NUMBERS = ("bits", "bytes", "SQNR dB")
+_NUMBERS = ("bits", "bytes", "SQNR dB", "output SQNR dB")
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,10 @@ class QuantizedWeight:
     """Signal to quantization noise, 20 log10(|w| / |w - q|) with the original weight w; None if that was not given."""
     tied: tuple[str, ...] = ()
     """Its other names, where it is one weight under several."""
+    rotation: int | None = None
+    """Size of the block Hadamard that its codes are rotated by."""
+    output_sqnr_db: float | None = None
+    """The same of what its module gives on the same inputs; None if there were none."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +83,31 @@ class Summary:
     def __str__(self) -> str:
         return "\n\n".join([*(_text_table(headers, rows) for headers, rows in self._tables()), self._totals()])
 
+    def plot(self) -> Any:
+        """A matplotlib figure of each quantized weight's SQNR, and its outputs' where known.
+
+        Raises:
+            ValueError: there is no SQNR: the summary was made without the original model.
+            ModuleNotFoundError: matplotlib is not installed.
+        """
+        series = {
+            "weights": [row.sqnr_db for row in self.quantized],
+            "outputs": [row.output_sqnr_db for row in self.quantized],
+        }
+        series = {label: values for label, values in series.items() if any(value is not None for value in values)}
+        if not series:
+            raise ValueError("there is no SQNR to plot; make the summary with original=, the unquantized model")
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(max(6.0, 0.14 * len(self.quantized)), 4.5), layout="constrained")
+        axes = figure.subplots()
+        for label, values in series.items():
+            axes.plot([math.nan if value is None else value for value in values], ".-", label=label)
+        axes.set_xticks(range(len(self.quantized)), [row.name for row in self.quantized], rotation=90, fontsize=5)
+        axes.set_ylabel("SQNR, dB")
+        axes.legend()
+        return figure
+
     def _repr_html_(self) -> str:
         tables = "".join(_html_table(headers, rows) for headers, rows in self._tables())
         return f"<div>{tables}<p>{html.escape(self._totals())}</p></div>"
@@ -86,8 +115,14 @@ class Summary:
     def _tables(self) -> Iterator[tuple[list[str], list[list[str]]]]:
         if self.quantized:
             has_sqnr = any(row.sqnr_db is not None for row in self.quantized)
+            has_outputs = any(row.output_sqnr_db is not None for row in self.quantized)
             headers = ["quantized", "kind", "format", "W/A", "backend", "shape", "bits", "bytes"]
-            yield headers + ["SQNR dB"] * has_sqnr, [_cells(row) for row in self.quantized]
+            headers += ["SQNR dB"] * has_sqnr + ["output SQNR dB"] * has_outputs
+            rows = [_cells(row) for row in self.quantized]
+            if has_outputs:
+                for cells, row in zip(rows, self.quantized, strict=True):
+                    cells.append("" if row.output_sqnr_db is None else f"{row.output_sqnr_db:.2f}")
+            yield headers, rows
         if self.skipped:
             rows = [[_names(row), row.reason, _sizes(row.shape), f"{row.nbytes:,}"] for row in self.skipped]
             yield ["not quantized", "reason", "shape", "bytes"], rows
@@ -126,9 +161,16 @@ class Explanation:
 
 
 def summarize(
-    model: nn.Module, original: nn.Module | Mapping[str, Tensor] | None, backend_of: Callable[[MXTensor], str]
+    model: nn.Module,
+    original: nn.Module | Mapping[str, Tensor] | None,
+    backend_of: Callable[[MXTensor], str],
+    output_sqnr_db: Mapping[str, float] | None = None,
 ) -> Summary:
-    """The `Summary` of `model`; see `mxquant.summary`."""
+    """The `Summary` of `model`; see `mxquant.summary`.
+
+    Args:
+        output_sqnr_db: for names of modules, that of their outputs.
+    """
     originals = _tensors_by_name(original)
     quantized, skipped = [], []
     num_parameters = nbytes = nbytes_before = 0
@@ -138,7 +180,9 @@ def summarize(
         num_parameters += parameter.numel()
         if isinstance(parameter, MXTensor):
             sqnr = None if originals is None else _sqnr_db(parameter, _original_of(parameter, holders, originals))
-            quantized.append(_quantized_row(parameter, holders, backend_of(parameter), sqnr))
+            row = _quantized_row(parameter, holders, backend_of(parameter), sqnr)
+            outputs = (output_sqnr_db or {}).get(row.name.rpartition(".")[0])
+            quantized.append(replace(row, output_sqnr_db=outputs))
         elif parameter.ndim >= 2:
             (name, module), *others = holders
             reason = getattr(module, SKIP_REASON, {}).get(name.rpartition(".")[2], "not quantized")
@@ -169,7 +213,8 @@ def _quantized_row(
     bits = 8 * weight.nbytes / weight.numel()
     wa, shape = precision(weight.metadata), tuple(weight.shape)
     tied = tuple(other for other, _ in others)
-    return QuantizedWeight(name, kind, weight.format, wa, backend, shape, weight.nbytes, bits, sqnr_db, tied)
+    rotation = weight.metadata.rotation
+    return QuantizedWeight(name, kind, weight.format, wa, backend, shape, weight.nbytes, bits, sqnr_db, tied, rotation)
 
 
 def _names(row: QuantizedWeight | SkippedWeight) -> str:
@@ -215,7 +260,8 @@ def _sqnr_db(weight: MXTensor, original: Tensor) -> float:
 
 
 def _cells(row: QuantizedWeight) -> list[str]:
-    cells = [_names(row), row.kind, row.format, row.precision, row.backend, _sizes(row.shape)]
+    rotation = f", rotation {row.rotation}" if row.rotation else ""
+    cells = [_names(row), row.kind, row.format, row.precision + rotation, row.backend, _sizes(row.shape)]
     cells += [f"{row.bits_per_weight:.2f}", f"{row.nbytes:,}"]
     return cells if row.sqnr_db is None else [*cells, f"{row.sqnr_db:.2f}"]
 

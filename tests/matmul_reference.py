@@ -85,7 +85,7 @@ def activation64(x: Tensor, activation: str | None, scale_mode: str | None = Non
         float8 = torch.float8_e4m3fn if activation == "fp8_e4m3" else torch.float8_e5m2
         return codes.view(float8).double() * scale.double()
     # NVFP4: each row brings its own "per-tensor" scale, so that a row does not depend on its batch mates.
-    global_scale = nvfp4_row_scale(x) if format.per_tensor else None
+    global_scale = nvfp4_row_scale(x, scale_mode) if format.per_tensor else None
     codes, scale = quantize_blocks(x.float(), format, scale_mode, per_tensor_scale=global_scale)
     return dequantize_blocks(codes, scale, format, x.shape[-1], per_tensor_scale=global_scale, dtype=torch.float64)
 

@@ -160,9 +160,9 @@ def test_replaced_weights_are_freed_one_by_one(monkeypatch: pytest.MonkeyPatch) 
     alive = []
     replace = mxquant.api.replace_weight
 
-    def count_and_replace(target: Any, device: Any) -> None:
+    def count_and_replace(target: Any, *arguments: Any) -> None:
         alive.append(sum(original() is not None for original in originals))
-        replace(target, device)
+        replace(target, *arguments)
 
     monkeypatch.setattr(mxquant.api, "replace_weight", count_and_replace)
     quantize_(model, "mxfp4")

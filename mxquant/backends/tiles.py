@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from mxquant.backends.base import Groups, Layout, Operand, Problem
-from mxquant.formats.spec import Format
+from mxquant.formats.spec import Format, get_format
 from mxquant.kernels import has_triton
 from mxquant.kernels.tiles import BLOCK, LEAST_COLUMNS, ROWS, pack_tiles, unpack_tiles
 
@@ -42,6 +42,14 @@ class Tiles(Layout):
         return codes, scales
 
 
+def reject_search(problem: Problem) -> str | None:
+    """None unless activations are quantized by scales that are searched for, which no kernel does."""
+    mode = problem.activation_scale_mode
+    if problem.activation is None or mode not in get_format(problem.activation, activation=True).searched_scale_modes:
+        return None
+    return f"has no kernel for activations in scale mode {mode}, whose scales are searched for"
+
+
 def reject_device(problem: Problem) -> str | None:
     """None where wgmma takes its first operand from registers and Triton is there."""
     if problem.capability is None:
@@ -53,7 +61,7 @@ def reject_device(problem: Problem) -> str | None:
         return "needs compute capability 9.0 (Hopper), this is {}.{}".format(*problem.capability)
     if not has_triton():
         return "needs the package triton, which is not installed"
-    return None
+    return reject_search(problem)
 
 
 def reject_shape(problem: Problem) -> str | None:

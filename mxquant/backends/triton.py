@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from mxquant.backends.base import Backend, Operand, Problem
+from mxquant.backends.tiles import reject_search
 from mxquant.formats.spec import get_format
 from mxquant.kernels import has_triton
 
@@ -28,6 +29,8 @@ class Triton(Backend):
             return "needs compute capability 8.0 (bf16), this is {}.{}".format(*problem.capability)
         if not has_triton():
             return "needs the package triton, which is not installed"
+        if reason := reject_search(problem):
+            return reason
         if problem.dtype == torch.bfloat16 or (problem.dtype == torch.float16 and problem.activation is not None):
             return None
         kind = str(problem.dtype).removeprefix("torch.")

@@ -24,6 +24,7 @@ from mxquant.formats.scale import (
     e8m0_to_float,
     nvfp4_per_tensor_scale,
 )
+from mxquant.formats.search import search_e4m3, search_e8m0
 from mxquant.formats.spec import Format, resolve_scale_mode
 
 
@@ -39,7 +40,7 @@ def quantize_blocks(
 
     Args:
         x: [..., K] in bf16, fp16, fp32, or fp64 within fp32's range; any K, the last block may be partial.
-        scale_mode: one of `fmt.scale_modes`; None: the format's default.
+        scale_mode: one of `fmt.scale_modes` or `fmt.searched_scale_modes`; None: the format's default.
         per_tensor_scale: NVFP4 only, fp32: 0-dim, or broadcastable to [..., 1]. None: computed from the whole of `x`.
         canonical_zero: write +0 for every zero.
 
@@ -52,7 +53,7 @@ def quantize_blocks(
     rows = x.reshape(math.prod(x.shape[:-1]), length)
     if fmt.per_tensor:
         if per_tensor_scale is None:
-            per_tensor_scale = nvfp4_per_tensor_scale(x)
+            per_tensor_scale = nvfp4_per_tensor_scale(x, mode)
         per_tensor_scale = per_tensor_scale.to(torch.float32)
         if per_tensor_scale.numel() > 1:
             per_tensor_scale = per_tensor_scale.expand(*x.shape[:-1], 1).reshape(rows.shape[0], 1)
@@ -65,7 +66,7 @@ def quantize_blocks(
         if fmt.per_tensor:
             assert per_tensor_scale is not None
             per_row = per_tensor_scale if per_tensor_scale.numel() == 1 else per_tensor_scale[chunk]
-            codes, scale[chunk] = _encode_nvfp4(blocks, fmt, per_row, canonical_zero)
+            codes, scale[chunk] = _encode_nvfp4(blocks, fmt, mode, per_row, canonical_zero)
         else:
             assert mode is not None
             codes, scale[chunk] = _encode_mx(blocks, fmt, mode, canonical_zero)
@@ -83,14 +84,22 @@ def to_blocks(rows: Tensor, fmt: Format) -> Tensor:
 
 
 def _encode_mx(blocks: Tensor, fmt: Format, mode: str, canonical_zero: bool) -> tuple[Tensor, Tensor]:
-    amax_bits = (blocks.contiguous().view(torch.int32) & MAGNITUDE_MASK).amax(-1)
-    scale = e8m0_from_amax(amax_bits, fmt.element, mode)
+    if mode == "mse":
+        scale = search_e8m0(blocks, fmt.element)
+    else:
+        amax_bits = (blocks.contiguous().view(torch.int32) & MAGNITUDE_MASK).amax(-1)
+        scale = e8m0_from_amax(amax_bits, fmt.element, mode)
     codes = encode(blocks * e8m0_reciprocal(scale).unsqueeze(-1), fmt.element, canonical_zero=canonical_zero)
     return codes.masked_fill_((scale == NAN_BYTE).unsqueeze(-1), 0), scale
 
 
-def _encode_nvfp4(blocks: Tensor, fmt: Format, per_tensor_scale: Tensor, canonical_zero: bool) -> tuple[Tensor, Tensor]:
-    scale = e4m3_from_amax(blocks.abs().amax(-1), per_tensor_scale)
+def _encode_nvfp4(
+    blocks: Tensor, fmt: Format, mode: str | None, per_tensor_scale: Tensor, canonical_zero: bool
+) -> tuple[Tensor, Tensor]:
+    if mode == "four_over_six":
+        scale = search_e4m3(blocks, fmt.element, per_tensor_scale)
+    else:
+        scale = e4m3_from_amax(blocks.abs().amax(-1), per_tensor_scale)
     # The quotient by the rounded scale product, as ModelOpt: a reciprocal would move values at ties.
     divisor = (e4m3_to_float(scale) * per_tensor_scale).unsqueeze(-1)
     codes = encode(blocks / divisor, fmt.element, canonical_zero=canonical_zero)

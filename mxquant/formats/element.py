@@ -15,6 +15,7 @@ from mxquant.formats.spec import ElementFormat
 from mxquant.formats.table import kept_table
 
 MAGNITUDE_MASK = 0x7FFFFFFF
+_EXPONENT_MASK = 0x7F800000
 _FP32_MANTISSA_BITS = 23
 _FP32_BIAS = 127
 
@@ -63,6 +64,21 @@ def _encode_subnormal(magnitude: Tensor, element: ElementFormat) -> Tensor:
     """
     anchor = 2.0 ** (element.min_exponent + _FP32_MANTISSA_BITS - element.mantissa_bits)
     return (magnitude.view(torch.float32) + anchor).view(torch.int32).sub_(_fp32_bits(anchor))
+
+
+def round_to_element(values: Tensor, element: ElementFormat) -> Tensor:
+    """fp32 `values` rounded to nearest even onto the element format's grid, saturating; NaN stays NaN.
+
+    Adds and subtracts 1.5 * 2^k, with k such that the sum's last bit is the grid's step at the value's own exponent.
+    (The 1.5 keeps sums with negative values in the same binade.)
+    """
+    step_shift = 23 - element.mantissa_bits
+    smallest = (element.min_exponent + 127) << 23
+    anchor_bits = (values.view(torch.int32) & _EXPONENT_MASK).clamp_(
+        min=smallest, max=(element.max_exponent + 127) << 23
+    )
+    anchor = anchor_bits.add_((step_shift << 23) | (1 << 22)).view(torch.float32)
+    return (values + anchor).sub_(anchor).clamp_(-element.max_value, element.max_value)
 
 
 def _value_of(code: int, element: ElementFormat) -> float:

@@ -22,6 +22,8 @@ _FP4_MANTISSA_BITS = ELEMENT_FORMATS["e2m1"].mantissa_bits
 _E4M3 = ELEMENT_FORMATS["e4m3"]
 _E4M3_MIN = 2.0**-9
 _E2M1_MAX = ELEMENT_FORMATS["e2m1"].max_value
+# The largest block scale where a block's maximum may become 4 instead of 6: times 6/4 it is still a value of E4M3.
+_FOUR_OVER_SIX_MAX = 256.0
 _FP32_MIN_NORMAL = 2.0**-126
 
 
@@ -75,9 +77,9 @@ def e4m3_to_float(byte: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     return decode(byte, _E4M3, dtype)
 
 
-def nvfp4_per_tensor_scale(x: Tensor) -> Tensor:
+def nvfp4_per_tensor_scale(x: Tensor, mode: str | None = None) -> Tensor:
     """NVFP4's fp32 scale, a multiplier in decoding: amax / (448 * 6) of the finite elements, ModelOpt's
-    `weight_scale_2`.
+    `weight_scale_2`; in mode `four_over_six` amax / (256 * 6), as in its paper.
 
     An all-zero tensor gets 1, so does an empty one. The scale is never below fp32's smallest normal number, so that
     it can be divided by.
@@ -88,12 +90,12 @@ def nvfp4_per_tensor_scale(x: Tensor) -> Tensor:
     if x.numel() == 0:
         return torch.ones((), dtype=torch.float32, device=x.device)
     chunks = x.flatten().split(chunk_elements(x))
-    return _nvfp4_scale(torch.stack([_finite_magnitude(chunk).amax() for chunk in chunks]).amax())
+    return _nvfp4_scale(torch.stack([_finite_magnitude(chunk).amax() for chunk in chunks]).amax(), mode)
 
 
-def nvfp4_row_scale(x: Tensor) -> Tensor:
+def nvfp4_row_scale(x: Tensor, mode: str | None = None) -> Tensor:
     """`nvfp4_per_tensor_scale` of each row of `x` [..., K], for activations: fp32 [..., 1]."""
-    return _nvfp4_scale(_finite_magnitude(x).amax(-1, keepdim=True))
+    return _nvfp4_scale(_finite_magnitude(x).amax(-1, keepdim=True), mode)
 
 
 def _finite_magnitude(x: Tensor) -> Tensor:
@@ -101,21 +103,23 @@ def _finite_magnitude(x: Tensor) -> Tensor:
     return torch.where(values.isfinite(), values.abs(), 0)
 
 
-def _nvfp4_scale(amax: Tensor) -> Tensor:
-    scale = divide(amax, _E2M1_MAX * _E4M3.max_value).clamp_(min=_FP32_MIN_NORMAL)
+def _nvfp4_scale(amax: Tensor, mode: str | None) -> Tensor:
+    largest = _FOUR_OVER_SIX_MAX if mode == "four_over_six" else _E4M3.max_value
+    scale = divide(amax, _E2M1_MAX * largest).clamp_(min=_FP32_MIN_NORMAL)
     return scale.masked_fill_(amax == 0, 1.0)
 
 
-def e4m3_from_amax(amax: Tensor, per_tensor_scale: Tensor) -> Tensor:
+def e4m3_from_amax(amax: Tensor, per_tensor_scale: Tensor, largest: float = _E2M1_MAX) -> Tensor:
     """NVFP4's E4M3 block scale bytes, as ModelOpt: amax / (6 * per_tensor_scale) in [2^-9, 448], 1.0 for an all-zero
     block.
 
     Args:
         amax: fp32 [..., blocks]; Inf or NaN gives byte 255.
         per_tensor_scale: fp32, broadcastable.
+        largest: what the maximum becomes.
 
     Returns:
         uint8 [..., blocks].
     """
-    ratio = (amax / (_E2M1_MAX * per_tensor_scale)).masked_fill_(amax == 0, 1.0)
+    ratio = (amax / (largest * per_tensor_scale)).masked_fill_(amax == 0, 1.0)
     return encode(ratio.clamp_(_E4M3_MIN, _E4M3.max_value), _E4M3).masked_fill_(~amax.isfinite(), NAN_BYTE)

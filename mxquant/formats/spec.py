@@ -58,6 +58,8 @@ class Format:
     """"e8m0" (a power of two, one byte), "e4m3" (one byte) or "fp32"."""
     scale_modes: tuple[str, ...]
     default_scale_mode: str | None
+    searched_scale_modes: tuple[str, ...] = ()
+    """Modes whose scale depends on all of a block, not on its largest magnitude alone: `mxquant.formats.search`."""
 
     @property
     def per_tensor(self) -> bool:
@@ -104,7 +106,7 @@ ELEMENT_FORMATS: dict[str, ElementFormat] = {
 
 
 def _mx(name: str, element: str, default_scale_mode: str) -> Format:
-    return Format(name, ELEMENT_FORMATS[element], 32, "e8m0", MX_SCALE_MODES, default_scale_mode)
+    return Format(name, ELEMENT_FORMATS[element], 32, "e8m0", MX_SCALE_MODES, default_scale_mode, ("mse",))
 
 
 FORMATS: dict[str, Format] = {
@@ -115,8 +117,8 @@ FORMATS: dict[str, Format] = {
         _mx("mxfp6_e3m2", "e3m2", "even"),
         _mx("mxfp8_e4m3", "e4m3", "rceil"),
         _mx("mxfp8_e5m2", "e5m2", "rceil"),
-        # The E4M3 scale is always rounded to nearest even: the one mode there is.
-        Format("nvfp4", ELEMENT_FORMATS["e2m1"], 16, "e4m3", ("even",), "even"),
+        # The E4M3 scale is always rounded to nearest even.
+        Format("nvfp4", ELEMENT_FORMATS["e2m1"], 16, "e4m3", ("even",), "even", ("four_over_six",)),
         Format("fp8_e4m3", ELEMENT_FORMATS["e4m3"], None, "fp32", (), None),
         Format("fp8_e5m2", ELEMENT_FORMATS["e5m2"], None, "fp32", (), None),
     )
@@ -158,10 +160,11 @@ def resolve_scale_mode(fmt: Format, mode: str | None) -> str | None:
     """
     if mode is None:
         return fmt.default_scale_mode
-    if mode in fmt.scale_modes:
+    accepted = (*fmt.scale_modes, *fmt.searched_scale_modes)
+    if mode in accepted:
         return mode
     if not fmt.scale_modes:
         raise ValueError(
             f"scale mode {mode!r} given for {fmt.name}, which has an fp32 scale a row and no modes; drop it"
         )
-    raise ValueError(f"scale mode {mode!r} is unknown for {fmt.name}; use one of {', '.join(fmt.scale_modes)}")
+    raise ValueError(f"scale mode {mode!r} is unknown for {fmt.name}; use one of {', '.join(accepted)}")

@@ -10,9 +10,10 @@ from __future__ import annotations
 from torch import nn
 from torchao.quantization.transform_module import register_quantize_module_handler
 
-from mxquant.api import check_weight, replace_weight
+from mxquant.api import replace_weight
 from mxquant.config import MXFP4Config, MXFP6Config, MXFP8Config, NVFP4Config, _MXConfig
 from mxquant.select import Site, Target
+from mxquant.validate import check_weight
 
 
 def _quantize_module(module: nn.Module, config: _MXConfig) -> nn.Module:
@@ -28,6 +29,11 @@ def _quantize_module(module: nn.Module, config: _MXConfig) -> nn.Module:
             "give torchao's quantize_ a filter_fn that lets only these pass"
         )
     name = f"weight of {module}"
+    if config.gptq is not None:
+        raise ValueError(
+            f"{name}: torchao hands over one module at a time, without data to calibrate on; call mxquant.quantize_ "
+            'with calibration=batches, or leave algorithm="rtn"'
+        )
     check_weight(name, weight, config)
     replace_weight(Target((Site(module, "", "weight", weight),), config))
     return module

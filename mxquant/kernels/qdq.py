@@ -6,14 +6,12 @@ about a third of the twin's passes over the data.
 
 from __future__ import annotations
 
-import functools
-
 import torch
 from torch import Tensor
 
 from mxquant.formats.block import to_blocks
 from mxquant.formats.convert import chunk_elements, to_fp32
-from mxquant.formats.element import MAGNITUDE_MASK
+from mxquant.formats.element import MAGNITUDE_MASK, round_to_element
 from mxquant.formats.row import row_scale
 from mxquant.formats.scale import (
     e4m3_from_amax,
@@ -23,9 +21,8 @@ from mxquant.formats.scale import (
     e8m0_to_float,
     nvfp4_row_scale,
 )
-from mxquant.formats.spec import ElementFormat, Format
-
-_EXPONENT_MASK = 0x7F800000
+from mxquant.formats.search import search_e4m3, search_e8m0
+from mxquant.formats.spec import Format
 
 
 def quantize_dequantize(
@@ -36,7 +33,7 @@ def quantize_dequantize(
 
     Args:
         x: [M, K].
-        scale_mode: for MX formats.
+        scale_mode: for block formats.
         static_scale: a given fp32 scale: NVFP4's per-tensor scale, or FP8's scale of every row.
         dtype: of the values, bf16, fp32 or fp64.
 
@@ -54,37 +51,35 @@ def quantize_dequantize(
             assert scale_mode is not None
             values[rows] = _mx(chunk, fmt, scale_mode)
             continue
-        dynamic = nvfp4_row_scale if fmt.per_tensor else functools.partial(row_scale, fmt=fmt)
-        outer[rows] = scale = dynamic(chunk) if static_scale is None else static_scale.expand(chunk.shape[0], 1)
-        values[rows] = _nvfp4(chunk, fmt, scale) if fmt.per_tensor else round_to_element(chunk / scale, fmt.element)
+        if static_scale is not None:
+            scale = static_scale.expand(chunk.shape[0], 1)
+        else:
+            scale = nvfp4_row_scale(chunk, scale_mode) if fmt.per_tensor else row_scale(chunk, fmt)
+        outer[rows] = scale
+        if fmt.per_tensor:
+            values[rows] = _nvfp4(chunk, fmt, scale, scale_mode)
+        else:
+            values[rows] = round_to_element(chunk / scale, fmt.element)
     return values, outer
 
 
 def _mx(rows: Tensor, fmt: Format, scale_mode: str) -> Tensor:
     blocks = to_blocks(rows, fmt)
-    amax_bits = (blocks.contiguous().view(torch.int32) & MAGNITUDE_MASK).amax(-1)
-    byte = e8m0_from_amax(amax_bits, fmt.element, scale_mode)
+    if scale_mode == "mse":
+        byte = search_e8m0(blocks, fmt.element)
+    else:
+        amax_bits = (blocks.contiguous().view(torch.int32) & MAGNITUDE_MASK).amax(-1)
+        byte = e8m0_from_amax(amax_bits, fmt.element, scale_mode)
     rounded = round_to_element(blocks * e8m0_reciprocal(byte).unsqueeze(-1), fmt.element)
     return rounded.mul_(e8m0_to_float(byte).unsqueeze(-1)).flatten(-2)[:, : rows.shape[1]]
 
 
-def _nvfp4(rows: Tensor, fmt: Format, per_tensor_scale: Tensor) -> Tensor:
+def _nvfp4(rows: Tensor, fmt: Format, per_tensor_scale: Tensor, scale_mode: str | None) -> Tensor:
     blocks = to_blocks(rows, fmt)
-    scale = e4m3_to_float(e4m3_from_amax(blocks.abs().amax(-1), per_tensor_scale))
+    if scale_mode == "four_over_six":
+        byte = search_e4m3(blocks, fmt.element, per_tensor_scale)
+    else:
+        byte = e4m3_from_amax(blocks.abs().amax(-1), per_tensor_scale)
+    scale = e4m3_to_float(byte)
     rounded = round_to_element(blocks / (scale * per_tensor_scale).unsqueeze(-1), fmt.element)
     return rounded.mul_(scale.unsqueeze(-1)).flatten(-2)[:, : rows.shape[1]]
-
-
-def round_to_element(values: Tensor, element: ElementFormat) -> Tensor:
-    """fp32 `values` rounded to nearest even onto the element format's grid, saturating; NaN stays NaN.
-
-    Adds and subtracts 1.5 * 2^k, with k such that the sum's last bit is the grid's step at the value's own exponent.
-    (The 1.5 keeps sums with negative values in the same binade.)
-    """
-    step_shift = 23 - element.mantissa_bits
-    smallest = (element.min_exponent + 127) << 23
-    anchor_bits = (values.view(torch.int32) & _EXPONENT_MASK).clamp_(
-        min=smallest, max=(element.max_exponent + 127) << 23
-    )
-    anchor = anchor_bits.add_((step_shift << 23) | (1 << 22)).view(torch.float32)
-    return (values + anchor).sub_(anchor).clamp_(-element.max_value, element.max_value)

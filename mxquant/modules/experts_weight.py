@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from mxquant.backends.base import Operand
 from mxquant.formats import get_format
-from mxquant.modules.linear import WeightConfig, replace_parameter
-from mxquant.tensor import MXTensor, as_weight, quantize
+from mxquant.modules.linear import WeightConfig, WeightQuantizer, replace_parameter, round_to_nearest
+from mxquant.tensor import Metadata, MXTensor, as_weight
 
 
 def quantize_experts(
@@ -17,6 +18,7 @@ def quantize_experts(
     *,
     stack: int | None = None,
     device: torch.device | str | None = None,
+    quantizer: WeightQuantizer = round_to_nearest,
 ) -> nn.Parameter:
     """A frozen parameter with the quantized experts, physically [E, N, K], with the Python attributes of the old one.
 
@@ -26,6 +28,7 @@ def quantize_experts(
         parameter: [E, N, K] (`k_axis` -1) or [E, K, N] (-2), floating; 2-D with the first two axes in one if `stack`.
         stack: number of experts in a 2-D parameter.
         device: quantize there and leave the result there; None: where the parameter is.
+        quantizer: what finds the codes of each expert.
 
     Raises:
         ValueError: NaN or Inf in the weight, a stack that is none, or a backend that is unknown or cannot compute the
@@ -41,11 +44,12 @@ def quantize_experts(
     per_tensor = torch.empty(experts, 1, 1, dtype=torch.float32, device=to) if fmt.per_tensor else None
     for index in range(experts):
         expert = source[index].to(to)
-        one = quantize(expert, fmt.name, scale_mode=config.scale_mode, axis=k_axis, nonfinite="raise")
+        one = quantizer(expert, config, k_axis, index)
         qdata[index], scale[index] = one.qdata, one.scale
         if per_tensor is not None and one.per_tensor_scale is not None:
             per_tensor[index] = one.per_tensor_scale
-    quantized = MXTensor.from_qdata(qdata, scale, fmt.name, source.shape, source.dtype, k_axis, per_tensor)
+    metadata = Metadata(fmt.name, k_axis, source.dtype, rotation=config.rotation)
+    quantized = MXTensor(Operand(qdata, scale, per_tensor), metadata, source.shape)
     quantized = quantized.with_activation(config.activation_format, config.activation_scale_mode)
     return replace_parameter(parameter, as_weight(quantized, config.backend), requires_grad=False)
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from mxquant.tensor import MXTensor, as_weight, quantize
 
@@ -23,6 +24,25 @@ class WeightConfig(Protocol):
     def activation_scale_mode(self) -> str | None: ...
     @property
     def backend(self) -> str: ...
+    @property
+    def rotation(self) -> int | None: ...
+
+
+WeightQuantizer = Callable[[Tensor, WeightConfig, int, int], MXTensor]
+"""From a matrix, its config, the axis that its matmul contracts and its index in a stack (else 0) to a weight-only
+MXTensor."""
+
+
+def round_to_nearest(weight: Tensor, config: WeightConfig, k_axis: int, index: int) -> MXTensor:
+    """The default `WeightQuantizer`."""
+    return quantize(
+        weight,
+        config.format,
+        scale_mode=config.scale_mode,
+        axis=k_axis,
+        nonfinite="raise",
+        rotation=config.rotation,
+    )
 
 
 def quantize_parameter(
@@ -31,6 +51,7 @@ def quantize_parameter(
     device: torch.device | str | None = None,
     *,
     weight_only: bool = False,
+    quantizer: WeightQuantizer = round_to_nearest,
 ) -> nn.Parameter:
     """A frozen parameter with the quantized weight, blocked along its last axis, with the Python attributes of the
     old one.
@@ -39,12 +60,13 @@ def quantize_parameter(
         parameter: [N, K], floating.
         device: quantize there and leave the result there; None: where the parameter is.
         weight_only: nothing is multiplied with it (an embedding), so that no activation is quantized.
+        quantizer: what finds the codes.
 
     Raises:
         ValueError: NaN or Inf in the weight, or the named backend is unknown or cannot compute the config there.
     """
     source = parameter.detach() if device is None else parameter.detach().to(device)
-    quantized = quantize(source, config.format, scale_mode=config.scale_mode, nonfinite="raise")
+    quantized = quantizer(source, config, -1, 0)
     if not weight_only:
         quantized = quantized.with_activation(config.activation_format, config.activation_scale_mode)
     return replace_parameter(parameter, as_weight(quantized, config.backend), requires_grad=False)

@@ -17,7 +17,8 @@ from mxquant.formats.block import dequantize_blocks, quantize_blocks
 from mxquant.formats.scale import NAN_BYTE, nvfp4_per_tensor_scale
 from mxquant.formats.spec import Format, get_format, resolve_scale_mode
 from mxquant.kernels import has_triton
-from mxquant.tensor.metadata import Metadata, check_dtype
+from mxquant.kernels.rotate import rotate
+from mxquant.tensor.metadata import Metadata, check_dtype, check_rotation
 from mxquant.tensor.mxtensor import MXTensor, block_format, logical_shape, physical_shape
 
 _NONFINITE = ("nan", "raise")
@@ -41,6 +42,7 @@ def quantize(
     nonfinite: str = "nan",
     per_tensor_scale: Tensor | None = None,
     canonical_zero: bool = False,
+    rotation: int | None = None,
 ) -> MXTensor:
     """Quantize a tensor to a microscaling format, in blocks along one axis.
 
@@ -51,14 +53,18 @@ def quantize(
         x: bf16, fp16, fp32, or fp64 within fp32's range; any rank from 1, any strides; not empty.
         format: "mxfp4", "mxfp6_e2m3" (or "mxfp6"), "mxfp6_e3m2", "mxfp8_e4m3" (or "mxfp8"), "mxfp8_e5m2" or "nvfp4".
         scale_mode: "floor" (OCP), "even" (AMD Quark, vLLM, compressed-tensors), "ceil", "rceil" (NVIDIA), "even_fp4"
-            (compressed-tensors' MXFP8); None: the format's default, even, for MXFP8 rceil. NVFP4 has "even" alone.
+            (compressed-tensors' MXFP8), "mse" (of even's exponent and the one below, that of the least squared error);
+            None: the format's default, even, for MXFP8 rceil. NVFP4 has "even" and "four_over_six".
         axis: the axis that blocks run along; its length need not be a multiple of the block.
         nonfinite: "nan": a block that holds NaN or Inf decodes to NaN (scale byte 255, codes 0); "raise": a
             ValueError names the first.
         per_tensor_scale: NVFP4 only: the fp32 multiplier to use, one element, or one for each leading index with ones
-            elsewhere (the logical shape with some sizes 1, the blocked axis among them). None: amax / 2688 of the
-            finite elements of all of `x`.
+            elsewhere (the logical shape with some sizes 1, the blocked axis among them). None: amax / 2688 (amax /
+            1536 in mode four_over_six) of the finite elements of all of `x`.
         canonical_zero: write +0 for every zero (as AMD Quark does) instead of keeping its sign.
+        rotation: the format's block size: quantize the values times a block Hadamard along the axis, in fp32
+            (`mxquant.kernels.rotate`). The tensor stands for `x` all the same: `dequantize` rotates back, and a matmul
+            rotates its other operand.
 
     Returns:
         An MXTensor of x's shape, dtype and device, weight-only.
@@ -66,7 +72,7 @@ def quantize(
     Raises:
         TypeError: `x` is not a floating tensor of those dtypes.
         ValueError: a wrong option, an empty tensor, an axis out of range, a superfluous per-tensor scale, fp64 beyond
-            fp32's range.
+            fp32's range, a rotation that does not fit.
         NotImplementedError: `x` is on the meta device or is quantized already.
     """
     fmt = get_format(format)
@@ -74,14 +80,17 @@ def quantize(
     assert mode is not None, "every weight format has scale modes"
     _check_input(x, axis, nonfinite)
     axis = axis if axis < 0 else axis - x.dim()
+    check_rotation(rotation, fmt, x.shape[axis])
     physical = x.detach().movedim(axis, -1)
+    if rotation is not None:
+        physical = rotate(physical, rotation)
     if per_tensor_scale is not None:
         per_tensor_scale = _physical_per_tensor_scale(fmt, per_tensor_scale, x, axis)
     raises = nonfinite == "raise"
     run = torch.ops.mxquant.quantize if is_traced(physical) else _quantize
     qdata, scale, *rest = run(physical, fmt.name, mode, per_tensor_scale, canonical_zero, raises)
     operand = Operand(qdata, scale, rest[0] if rest else None)
-    return MXTensor(operand, Metadata(fmt.name, axis, x.dtype), x.shape)
+    return MXTensor(operand, Metadata(fmt.name, axis, x.dtype, rotation=rotation), x.shape)
 
 
 def _check_input(x: Tensor, axis: int, nonfinite: str) -> None:
@@ -131,8 +140,8 @@ def _quantize(
     """Codes and scales of `x` along its last axis, and the per-tensor scale for NVFP4."""
     fmt = get_format(format)
     if fmt.per_tensor and per_tensor_scale is None:
-        per_tensor_scale = nvfp4_per_tensor_scale(x)
-    quantizer = _quantizer_for(x)
+        per_tensor_scale = nvfp4_per_tensor_scale(x, mode)
+    quantizer = _quantizer_for(x, fmt, mode)
     qdata, scale = quantizer(x, fmt, mode, per_tensor_scale=per_tensor_scale, canonical_zero=canonical_zero)
     if raises and (bad := scale == NAN_BYTE).any():
         first = tuple(bad.nonzero()[0].tolist())
@@ -143,9 +152,9 @@ def _quantize(
     return [qdata, scale] if per_tensor_scale is None else [qdata, scale, per_tensor_scale]
 
 
-def _quantizer_for(x: Tensor) -> Callable[..., tuple[Tensor, Tensor]]:
+def _quantizer_for(x: Tensor, fmt: Format, mode: str) -> Callable[..., tuple[Tensor, Tensor]]:
     """The kernel where there is one, else the reference; both give the same bytes."""
-    if x.is_cuda and x.dtype != torch.float64 and has_triton():
+    if x.is_cuda and x.dtype != torch.float64 and has_triton() and mode not in fmt.searched_scale_modes:
         from mxquant.kernels import cast  # imports triton, which is not everywhere
 
         return cast.quantize_blocks
@@ -181,6 +190,7 @@ def _(
 def dequantize(tensor: MXTensor, dtype: torch.dtype) -> Tensor:
     """`MXTensor.dequantize`."""
     tensor = tensor.canonical()
+    rotation = tensor.metadata.rotation
     arguments = (
         tensor.qdata,
         tensor.scale,
@@ -188,10 +198,12 @@ def dequantize(tensor: MXTensor, dtype: torch.dtype) -> Tensor:
         tensor.format,
         physical_shape(tensor)[-1],
         tensor.metadata.block_offset,
-        check_dtype(dtype),
+        check_dtype(dtype) if rotation is None else torch.promote_types(check_dtype(dtype), torch.float32),
     )
     run = torch.ops.mxquant.dequantize if is_traced(tensor.qdata) else _dequantize
     physical: Tensor = run(*arguments)
+    if rotation is not None:
+        physical = rotate(physical, rotation).to(dtype)
     return physical.movedim(-1, tensor.axis).contiguous()
 
 

@@ -17,7 +17,7 @@ from mxquant.backends.base import Backend, Groups, Operand, Problem
 from mxquant.backends.registry import get_backend
 from mxquant.tensor.choose import describe
 from mxquant.tensor.construct import is_traced
-from mxquant.tensor.matmul import check_operands, choose_backend, one_scale_each
+from mxquant.tensor.matmul import check_operands, choose_backend, one_scale_each, rotated_product
 from mxquant.tensor.metadata import metadata_from_json
 from mxquant.tensor.mxtensor import MXTensor, implements, logical_shape, physical_shape
 
@@ -59,7 +59,7 @@ def _product(x: Tensor, weights: MXTensor, contracted: int, groups: Groups, bias
     problem = describe(weights, x.dtype, contraction=contraction)
     backend, weights = choose_backend(weights, problem)
     if not is_traced(x, weights.qdata):
-        return _run(x, weights.operand, bias, groups, problem, backend)
+        return _run(x, weights, bias, groups, problem, backend)
     text, shape = weights.metadata.to_json(), physical_shape(weights)
     result: Tensor = torch.ops.mxquant.grouped_matmul(
         x, *weights.operand, bias, *groups, text, shape, contraction, backend.name
@@ -68,9 +68,15 @@ def _product(x: Tensor, weights: MXTensor, contracted: int, groups: Groups, bias
 
 
 def _run(
-    x: Tensor, weights: Operand, bias: Tensor | None, groups: Groups, problem: Problem, backend: Backend
+    x: Tensor, weights: MXTensor, bias: Tensor | None, groups: Groups, problem: Problem, backend: Backend
 ) -> Tensor:
-    return backend.grouped_matmul(x, one_scale_each(weights), bias, groups, problem)
+    operand, rotation = one_scale_each(weights.operand), weights.metadata.rotation
+    if rotation is None:
+        return backend.grouped_matmul(x, operand, bias, groups, problem)
+    # Every row once, however many experts it goes to.
+    return rotated_product(
+        lambda x, bias: backend.grouped_matmul(x, operand, bias, groups, problem), x, bias, rotation, problem
+    )
 
 
 @torch.library.custom_op("mxquant::grouped_matmul", mutates_args=())
@@ -92,7 +98,7 @@ def _grouped_matmul_op(
     operand = Operand(qdata, scale, per_tensor_scale, activation_scale)
     weights = MXTensor(operand, parsed, logical_shape(physical, parsed.axis))
     problem = describe(weights, x.dtype, contraction=contraction)
-    return _run(x, operand, bias, Groups(offsets, rows), problem, get_backend(backend))
+    return _run(x, weights, bias, Groups(offsets, rows), problem, get_backend(backend))
 
 
 @_grouped_matmul_op.register_fake

@@ -78,13 +78,13 @@ def copy_(destination: Tensor, source: Tensor, non_blocking: bool = False) -> Te
             "Load the weights before quantize_, or copy "
             f'mxquant.quantize(source, "{destination.format}", axis={destination.axis})'
         )
-    same = ("format", "axis", "block_offset", "activation", "activation_scale_mode")
+    same = ("format", "axis", "block_offset", "activation", "activation_scale_mode", "rotation")
     if tuple(source.shape) != tuple(destination.shape) or any(
         getattr(source.metadata, a) != getattr(destination.metadata, a) for a in same
     ):
         raise ValueError(
-            f"cannot copy {source!r} into {destination!r}: shape, format, blocked axis, place in a block and rule for "
-            "activations must be the same; see .with_activation()"
+            f"cannot copy {source!r} into {destination!r}: shape, format, blocked axis, place in a block, rotation "
+            "and rule for activations must be the same; see .with_activation()"
         )
     if (source.activation_scale is None) != (destination.activation_scale is None):
         raise ValueError(
@@ -169,7 +169,7 @@ def equal(a: Any, b: Any) -> bool:
     for one, other in ((a, b), (b, a)):
         if not isinstance(one, MXTensor):
             raise TypeError(f"cannot compare {other!r} with an ordinary tensor; compare its .dequantize()")
-    same = ("format", "axis", "dtype", "block_offset")
+    same = ("format", "axis", "dtype", "block_offset", "rotation")
     if tuple(a.shape) != tuple(b.shape) or any(getattr(a.metadata, n) != getattr(b.metadata, n) for n in same):
         return False
     a, b = a.canonical(), b.canonical()

@@ -9,7 +9,7 @@ Autograd sees the ordinary operators above, whose derivatives need nothing else.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from mxquant.backends.base import Backend, Operand, Problem
 from mxquant.backends.registry import get_backend, select
+from mxquant.kernels.rotate import rotate
 from mxquant.tensor.choose import describe, in_layout_of, requested_backend
 from mxquant.tensor.construct import dequantize, is_traced
 from mxquant.tensor.metadata import metadata_from_json
@@ -118,6 +119,32 @@ def check_operands(x: Tensor, weight: MXTensor, contracted: int, bias: Tensor | 
 
 def _run(x: Tensor, weight: MXTensor, bias: Tensor | None, problem: Problem, backend: Backend) -> Tensor:
     """The product on real tensors; `weight` is in the layout of the backend."""
+    if weight.metadata.rotation is not None:
+        return rotated_product(
+            lambda x, bias: _multiply(x, weight, bias, problem, backend), x, bias, weight.metadata.rotation, problem
+        )
+    return _multiply(x, weight, bias, problem, backend)
+
+
+def rotated_product(
+    multiply: Callable[[Tensor, Tensor | None], Tensor],
+    x: Tensor,
+    bias: Tensor | None,
+    rotation: int,
+    problem: Problem,
+) -> Tensor:
+    """`multiply` of an input and a bias, where the weight that it holds is rotated along its blocked axis.
+
+    The input of a contraction along that axis is rotated first: in fp32, then rounded to its own dtype, which is what a
+    backend takes and, where the config says so, quantizes. Across it, the result is rotated back.
+    """
+    if problem.contraction == "blocked":
+        return multiply(rotate(x, rotation).to(x.dtype), bias)
+    y = multiply(x, None if bias is None else rotate(bias, rotation))
+    return rotate(y, rotation).to(y.dtype)
+
+
+def _multiply(x: Tensor, weight: MXTensor, bias: Tensor | None, problem: Problem, backend: Backend) -> Tensor:
     width = problem.out_features if problem.contraction == "blocked" else problem.in_features
     if weight.dim() == 2:
         lead = x.shape[:-1]

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from mxquant.formats.spec import get_format, resolve_scale_mode
+from mxquant.formats.spec import Format, get_format, resolve_scale_mode
 
 VERSION = 1
 _DTYPES = {
@@ -32,6 +32,25 @@ def check_dtype(dtype: torch.dtype) -> torch.dtype:
     return dtype
 
 
+def check_rotation(rotation: object, fmt: Format, length: int | torch.SymInt | None = None) -> None:
+    """Refuse a rotation that weights of a format, or such with `length` elements along the blocked axis, cannot have.
+
+    Raises:
+        ValueError: neither None nor the format's block size, or `length` is no multiple of it.
+    """
+    if rotation is None:
+        return
+    if type(rotation) is not int or rotation != fmt.block_size:
+        raise ValueError(
+            f"rotation={rotation!r} is unknown for {fmt.name}; use {fmt.block_size}, the size of its block, or None"
+        )
+    if length is not None and length % rotation:
+        raise ValueError(
+            f"rotation={rotation} needs a blocked axis of a multiple of {rotation} elements; this one has {length}. "
+            "Leave such a weight unrotated (rotation=None)"
+        )
+
+
 @dataclass(frozen=True)
 class Metadata:
     """Everything but the shape, which the tensor itself has (and which may be symbolic while a graph is traced)."""
@@ -47,7 +66,9 @@ class Metadata:
     """Format that a matmul along the blocked axis quantizes its other operand to; None: weight-only."""
     activation_scale_mode: str | None = None
     rotation: int | None = None
-    """Size of the block Hadamard that the values are rotated by; this version has none, and refuses one."""
+    """Size of the block Hadamard (`mxquant.kernels.rotate`) that the codes are rotated by along the blocked axis: the
+    format's block, or None. The values that the tensor stands for are not rotated.
+    """
     layout: str = "canonical"
     """Of the inner tensors in memory; what is saved is always canonical."""
     version: int = VERSION
@@ -57,11 +78,12 @@ class Metadata:
             raise ValueError(
                 f"metadata version {self.version!r} is unknown, this is mxquant's version {VERSION}; update mxquant"
             )
-        if self.rotation is not None:
-            raise NotImplementedError(
-                f"rotation={self.rotation!r}: rotated weights need a newer mxquant; only None is known here"
+        check_rotation(self.rotation, get_format(self.format))
+        if self.rotation is not None and self.block_offset:
+            raise ValueError(
+                f"a rotated tensor is cut at multiples of {self.rotation}, its rotation, not {self.block_offset} "
+                "elements inside a block; call .dequantize() first for other cuts"
             )
-        get_format(self.format)
         check_dtype(self.dtype)
         if self.activation is not None:
             resolve_scale_mode(get_format(self.activation, activation=True), self.activation_scale_mode)

@@ -18,7 +18,7 @@ from torch import Tensor
 from mxquant.backends.base import CANONICAL, Operand
 from mxquant.backends.registry import backend_of_layout
 from mxquant.formats.spec import Format, get_format, resolve_scale_mode
-from mxquant.tensor.metadata import Metadata
+from mxquant.tensor.metadata import Metadata, check_rotation
 
 _logger = logging.getLogger("mxquant")
 _SHARED_ACTIVATION_SCALE = (
@@ -86,6 +86,8 @@ class MXTensor(torch.Tensor):
         backend: str = "auto",
         requires_grad: bool = False,
     ) -> MXTensor:
+        if metadata.rotation is not None:
+            check_rotation(metadata.rotation, get_format(metadata.format), shape[metadata.axis])
         return torch.Tensor._make_wrapper_subclass(
             cls,
             shape,
@@ -180,7 +182,7 @@ class MXTensor(torch.Tensor):
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """The values as an ordinary, contiguous tensor of the logical shape, in `dtype` or the tensor's own.
 
-        code x scale (x per-tensor scale) in fp32 (fp64 for fp64), then cast once. Not differentiable.
+        code x scale (x per-tensor scale), rotated back if rotated, in fp32 or fp64, then cast once. Not differentiable.
         """
         from mxquant.tensor.construct import dequantize
 
@@ -263,11 +265,10 @@ class MXTensor(torch.Tensor):
         return {"_is_param": True} if isinstance(self, torch.nn.Parameter) else {}
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        rotated = f", rotation={self.metadata.rotation}" if self.metadata.rotation else ""
         grad = ", requires_grad=True" if self.requires_grad else ""
-        return (
-            f"{type(self).__name__}({self.format}, {precision(self.metadata)}, shape={tuple(self.shape)}, "
-            f"dtype={str(self.metadata.dtype).removeprefix('torch.')}, device={self.device}{grad})"
-        )
+        kind, dtype = f"{self.format}, {precision(self.metadata)}{rotated}", str(self.dtype).removeprefix("torch.")
+        return f"{type(self).__name__}({kind}, shape={tuple(self.shape)}, dtype={dtype}, device={self.device}{grad})"
 
     # --- saving and sharing, where torch's own versions reach for a storage ---
 

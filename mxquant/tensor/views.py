@@ -270,14 +270,14 @@ def cat(tensors: Sequence[Any], dim: int = 0) -> MXTensor:
 
 
 def _alike(first: MXTensor, other: Any) -> MXTensor:
-    same = ("format", "axis", "dtype", "activation", "activation_scale_mode")
+    same = ("format", "axis", "dtype", "activation", "activation_scale_mode", "rotation")
     if (
         not isinstance(other, MXTensor)
         or any(getattr(first.metadata, a) != getattr(other.metadata, a) for a in same)
         or (first.activation_scale is None) != (other.activation_scale is None)
     ):
         raise ValueError(
-            "only tensors of one format, blocked axis, dtype and rule for activations can be joined; "
+            "only tensors of one format, blocked axis, dtype, rotation and rule for activations can be joined; "
             f"got {first!r} and {brief(other)}; call .dequantize() first to join them as ordinary tensors"
         )
     return other.canonical()

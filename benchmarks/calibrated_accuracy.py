@@ -1,0 +1,110 @@
+"""How much of what 4 bits cost do a block rotation and GPTQ win back?
+
+SmolLM2's perplexity on news, and MiniLM's cosine, after GPTQ on other text, for several samples of it. One
+quantization gives two figures: the weight-only model has the same codes, without a rule for activations.
+
+    python benchmarks/calibrated_accuracy.py                    # parallel; about half an hour
+    python benchmarks/calibrated_accuracy.py --sequential       # twice that
+"""
+
+import argparse
+import copy
+import time
+from collections.abc import Sequence
+from statistics import mean
+
+import torch
+from example_scripts import load
+from record import Record
+from torch import nn
+
+from mxquant import GPTQ, MXFP4Config, MXTensor, NVFP4Config, quantize_
+
+# The goals are for the mean of three samples on 20,480 tokens.
+GOALS = {"mxfp4 W4A16": 36.5, "mxfp4 W4A4": 49, "nvfp4 W4A4": 46}
+COSINE_GOAL = 0.955
+ROTATION = {"mxfp4": 32, "nvfp4": 16}
+CONFIG = {"mxfp4": MXFP4Config, "nvfp4": NVFP4Config}
+
+
+def weight_only_(model: nn.Module) -> None:
+    """The same codes, multiplied with activations as they are."""
+    for module in model.modules():
+        for name, weight in list(module._parameters.items()):
+            if isinstance(weight, MXTensor):
+                module.register_parameter(name, nn.Parameter(weight.with_activation(None), requires_grad=False))
+
+
+def smollm2(record: Record, arguments: argparse.Namespace, algorithm: GPTQ) -> None:
+    gptq = load("smollm2_gptq")
+    gptq.logging.set_verbosity_error()
+    gptq.logging.disable_progress_bar()
+    model, tokenizer = gptq.load_smollm2()
+    windows = gptq.news_windows(tokenizer, arguments.tokens)
+    for name in arguments.formats:
+        found: dict[str, list[float]] = {p: [] for p in ("W4A4", "W4A16") if f"{name} {p}" in GOALS}
+        for sample in arguments.samples:
+            batches = gptq.wikipedia_windows(tokenizer, arguments.calibration, sample)
+            quantized = copy.deepcopy(model)
+            start = time.perf_counter()
+            quantize_(quantized, CONFIG[name](rotation=ROTATION[name], algorithm=algorithm), calibration=batches)
+            seconds = round(time.perf_counter() - start, 1)
+            for precision, figures in found.items():
+                if precision == "W4A16":
+                    weight_only_(quantized)
+                figures.append(round(gptq.perplexity(quantized, windows), 2))
+                row = {"config": f"{name} {precision}", "sample": sample, "perplexity": figures[-1], "seconds": seconds}
+                record.results.append({"model": "SmolLM2-135M-Instruct", **row})
+                print(row, flush=True)
+                record.write()
+        for precision, figures in found.items():
+            if arguments.tokens == 20_480:
+                goal = GOALS[f"{name} {precision}"]
+                record.goal(f"SmolLM2, {name} {precision}: mean perplexity", mean(figures), at_most=goal)
+
+
+def minilm(record: Record, arguments: argparse.Namespace, algorithm: GPTQ) -> None:
+    """Calibrated on Wikipedia, evaluated on 64 news texts."""
+    example, gptq = load("minilm_embeddings"), load("smollm2_gptq")
+    model, tokenizer = example.load_minilm()
+    batch = tokenizer(example.news_texts(64), padding=True, truncation=True, max_length=96, return_tensors="pt")
+    before = example.embed(model, batch)
+    found = []
+    for sample in arguments.samples:
+        paragraphs = gptq.wikipedia_paragraphs(96 * (sample + 1))[96 * sample :]
+        batches = [tokenizer(text, truncation=True, max_length=96, return_tensors="pt") for text in paragraphs]
+        quantized = copy.deepcopy(model)
+        quantize_(quantized, MXFP4Config(rotation=32, algorithm=algorithm), calibration=batches)
+        found.append(example.compare(before, example.embed(quantized, batch))["cosine"])
+        row = {"config": "mxfp4 W4A4", "sample": sample, "cosine": round(found[-1], 4)}
+        record.results.append({"model": "all-MiniLM-L6-v2", **row})
+        print(row, flush=True)
+    record.goal("MiniLM, mxfp4 W4A4: mean cosine to fp32", mean(found), at_least=COSINE_GOAL)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, default=20_480, help="to evaluate SmolLM2 on (default 20480)")
+    parser.add_argument("--calibration", type=int, default=12_288, help="tokens to calibrate on (default 12288)")
+    parser.add_argument("--samples", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--formats", nargs="+", choices=CONFIG, default=list(CONFIG))
+    parser.add_argument("--sequential", action="store_true", help="calibrate each layer on quantized predecessors")
+    arguments = parser.parse_args(argv)
+
+    mode = "sequential" if arguments.sequential else "parallel"
+    record = Record(
+        f"calibrated_accuracy_{mode}",
+        "what rotation and GPTQ win back on all-MiniLM-L6-v2 and SmolLM2-135M-Instruct",
+        f"rotation of the block's size and GPTQ ({mode}), default scale modes; SmolLM2: {arguments.calibration} tokens "
+        f"of Wikipedia to calibrate, {arguments.tokens} of the Lee news corpus to evaluate, in windows of 512; the "
+        "weight-only model has the codes of the other; embeddings in fp32; MiniLM: 96 paragraphs, 64 texts",
+    )
+    torch.manual_seed(0)
+    algorithm = GPTQ(sequential=arguments.sequential)
+    minilm(record, arguments, algorithm)
+    smollm2(record, arguments, algorithm)
+    record.save()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,177 @@
+"""Quantizing the weights of a model by GPTQ, stage by stage, with the Hessians of one stage held at a time."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mxquant.algorithms.gptq import Grid, gptq, rotated_hessian
+from mxquant.algorithms.hessians import Inputs, Observer
+from mxquant.algorithms.stages import Batch, Stage, block_stages, calibrating, model_stage, pass_on
+from mxquant.backends.base import Operand
+from mxquant.config import GPTQ, _MXConfig
+from mxquant.formats import get_format, nvfp4_per_tensor_scale
+from mxquant.kernels.rotate import rotate
+from mxquant.modules.experts_weight import stacked
+from mxquant.modules.linear import WeightConfig, WeightQuantizer, round_to_nearest
+from mxquant.select import Target
+from mxquant.tensor import Metadata, MXTensor
+
+_logger = logging.getLogger("mxquant")
+
+Replace = Callable[[Target, WeightQuantizer], None]
+
+
+def calibrate(
+    model: torch.nn.Module,
+    targets: list[Target],
+    batches: Sequence[Batch],
+    replace: Replace,
+) -> None:
+    """Quantize `targets`, all of whose configs ask for GPTQ, by what the model computes on `batches`.
+
+    Nothing in it is random: the same model and batches give the same codes on the same machine.
+
+    Args:
+        targets: emptied, so that what is replaced is freed.
+        batches: each what the model is called with: a tensor, a tuple of positional or a dict of keyword arguments.
+        replace: puts a quantized weight in a target's place, given what finds the codes of its matrices.
+    """
+    sequential = all(_settings(target.config).sequential for target in targets)
+    left = dict.fromkeys(targets)
+    targets.clear()
+    with calibrating(model):
+        whole = model_stage(model, batches)
+        stages = block_stages(model, whole, [target.name for target in left])
+        for index, stage in enumerate(stages):
+            inside = [target for target in left if any(s.name.startswith(f"{stage.name}.") for s in target.sites)]
+            for target in inside:
+                del left[target]
+            following = stages[index + 1] if index + 1 < len(stages) else None
+            outputs = _quantize_stage(stage, inside, sequential, replace, wants_outputs=following is not None)
+            if following is not None:
+                pass_on(outputs, following)
+            stage.calls.clear()
+        if left:
+            _quantize_stage(whole, list(left), sequential, replace, wants_outputs=False)
+
+
+def _quantize_stage(
+    stage: Stage, targets: Sequence[Target], sequential: bool, replace: Replace, *, wants_outputs: bool
+) -> list[Any]:
+    """Quantize the weights of one stage. Its outputs are those of the stage as it was, or, sequential, as it is now."""
+    observer = Observer(targets)
+    try:
+        if not sequential:
+            outputs = stage.run(observer.after_batch)
+            for inputs in observer.found:
+                _replace_all(inputs, replace)
+        else:
+            _discover(stage, observer, targets)
+            for inputs in observer.found:
+                observer.only = inputs
+                stage.run(observer.after_batch)
+                _replace_all(inputs, replace)
+    finally:
+        observer.close()
+    observed = {target for inputs in observer.found for target in inputs.targets}
+    for target in targets:
+        if target not in observed:
+            _logger.warning("%s: no input was seen, so it is rounded to nearest", target.name)
+            replace(target, round_to_nearest)
+    if sequential and wants_outputs:
+        outputs = stage.run(lambda: None)
+    return outputs if wants_outputs else []
+
+
+def _discover(stage: Stage, observer: Observer, targets: Sequence[Target]) -> None:
+    """Find out which layers share their inputs: from one batch, or, if some are not reached by it, from all."""
+    observer.sums = False
+    stage.first().run(observer.after_batch)
+    if sum(len(inputs.targets) for inputs in observer.found) < len(targets):
+        stage.run(observer.after_batch)
+    observer.sums = True
+
+
+def _replace_all(inputs: Inputs, replace: Replace) -> None:
+    """Quantize the weights that share these inputs, and forget the sums."""
+    alike: dict[tuple[object, ...], list[Target]] = {}
+    for target in inputs.targets:
+        config = target.config
+        key = (config.format, config.scale_mode, config.rotation, config.gptq)
+        alike.setdefault(key, []).append(target)
+    for targets in alike.values():
+        solved = {
+            index: _solve(targets, index, hessian)
+            for index, hessian in inputs.hessians.items()
+            if inputs.tokens[index] >= _settings(targets[0].config).min_tokens
+        }
+        for position, target in enumerate(targets):
+            replace(target, _Solved(target.name, {index: found[position] for index, found in solved.items()}))
+    inputs.clear()
+
+
+def _solve(targets: Sequence[Target], index: int, hessian: Tensor) -> list[MXTensor]:
+    """One matrix of each target, all with the same inputs and config, as one tall matrix."""
+    config = targets[0].config
+    fmt = get_format(config.format)
+    matrices = [_matrix(target, index) for target in targets]
+    w = [matrix.float() if config.rotation is None else rotate(matrix, config.rotation).float() for matrix in matrices]
+    scales = [nvfp4_per_tensor_scale(one, config.scale_mode) for one in w] if fmt.per_tensor else [None] * len(w)
+    grid = Grid(fmt, config.scale_mode, _one_a_row(scales, w))
+    if config.rotation is not None:
+        hessian = rotated_hessian(hessian, config.rotation)
+    qdata, scale = gptq(torch.cat(w), hessian, grid, _settings(config))
+    rows = [one.shape[0] for one in w]
+    found: list[MXTensor] = []
+    for target, *operand in zip(targets, qdata.split(rows), scale.split(rows), scales, strict=True):
+        metadata = Metadata(fmt.name, target.k_axis, target.parameter.dtype, rotation=config.rotation)
+        n, k = w[len(found)].shape
+        shape = (n, k) if target.k_axis == -1 else (k, n)
+        found.append(MXTensor(Operand(*operand), metadata, shape))
+    return found
+
+
+def _one_a_row(scales: Sequence[Tensor | None], matrices: Sequence[Tensor]) -> Tensor | None:
+    """The per-tensor scales of matrices one below the other: [rows, 1]."""
+    columns = [
+        scale.expand(matrix.shape[0], 1) for scale, matrix in zip(scales, matrices, strict=True) if scale is not None
+    ]
+    return torch.cat(columns) if columns else None
+
+
+def _matrix(target: Target, index: int) -> Tensor:
+    """One matrix of a target, [N, K]."""
+    weight = target.parameter.detach()
+    if target.sites[0].kind == "experts":
+        weight = stacked(weight, target.stack)[index]
+    return weight.movedim(target.k_axis, -1)
+
+
+class _Solved:
+    """A `WeightQuantizer` that knows the answers; what has none is rounded to nearest, with a warning."""
+
+    def __init__(self, name: str, found: dict[int, MXTensor]) -> None:
+        self._name = name
+        self._found = found
+
+    def __call__(self, weight: Tensor, config: WeightConfig, k_axis: int, index: int) -> MXTensor:
+        if index in self._found:
+            return self._found[index]
+        matrix = f" (matrix {index} of its stack)" if self._found or index else ""
+        _logger.warning(
+            "%s%s saw fewer tokens than GPTQ's min_tokens, so it is rounded to nearest; calibrate on more",
+            self._name,
+            matrix,
+        )
+        return round_to_nearest(weight, config, k_axis, index)
+
+
+def _settings(config: _MXConfig) -> GPTQ:
+    settings = config.gptq
+    assert settings is not None
+    return settings

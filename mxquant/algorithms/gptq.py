@@ -1,0 +1,122 @@
+"""GPTQ on the grid of a block format: codes that spoil a layer's outputs least, not its weights.
+
+Columns are rounded one after the other; what rounding one adds to the outputs is taken out of the columns still to
+come, as well as the inputs' correlations (the Hessian) allow. A block's scale is chosen when its first column is
+reached, from the weights as they are by then. "GPTQ" (arXiv 2210.17323), with blocks and scales as in "Bridging the
+Gap Between Promise and Performance for Microscaling FP4" (arXiv 2509.23202).
+
+Legend: N output features, K input features, B blocks along K. Plain tensors, everything in fp32 but the factor of the
+Hessian, in fp64.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from mxquant.config import GPTQ
+from mxquant.formats.block import quantize_blocks
+from mxquant.formats.element import encode, round_to_element
+from mxquant.formats.pack import pack_codes
+from mxquant.formats.scale import e4m3_to_float, e8m0_to_float
+from mxquant.formats.spec import Format
+from mxquant.kernels.rotate import rotate
+
+
+class Grid(NamedTuple):
+    """What weights are rounded to."""
+
+    format: Format
+    scale_mode: str
+    per_tensor_scale: Tensor | None
+    """NVFP4: fp32, 0-dim or [N, 1]."""
+
+
+def rotated_hessian(hessian_KK: Tensor, rotation: int) -> Tensor:
+    """The Hessian of the rotated inputs: H^T X^T X H."""
+    return rotate(rotate(hessian_KK, rotation).t(), rotation)
+
+
+def gptq(w_NK: Tensor, hessian_KK: Tensor, grid: Grid, settings: GPTQ) -> tuple[Tensor, Tensor]:
+    """Codes and scales of one matrix, or of several with the same inputs one below the other.
+
+    Args:
+        w_NK: fp32, finite; rotated if its codes are to be.
+        hessian_KK: X^T X of the inputs X [tokens, K], in fp32, times any factor; rotated likewise.
+
+    Returns:
+        codes, uint8 [N, packed bytes]; scales, uint8 [N, B].
+    """
+    fmt, size = grid.format, grid.format.block_size
+    assert size is not None
+    n, k = w_NK.shape
+    scale_NB = torch.empty(n, fmt.num_blocks(k), dtype=torch.uint8, device=w_NK.device)
+    order = torch.arange(k, device=w_NK.device)
+    if settings.act_order:
+        # Columns in any order need scales that are there beforehand.
+        _, scale_NB = _quantize(w_NK, grid)
+        order = hessian_KK.diagonal().argsort(descending=True, stable=True)
+    factor_KK = _inverse_factor(hessian_KK[order][:, order], settings.damping)
+    w_KN = w_NK.t()[order].contiguous()
+    rounded_KN = torch.empty_like(w_KN)  # in units of the scale
+    for first in range(0, k, size):
+        last = min(first + size, k)
+        if settings.act_order:
+            unit_KN = _units(scale_NB, grid).t()[order[first:last] // size]
+        else:
+            block = first // size
+            scale_NB[:, block] = _quantize(w_KN[first:last].t(), grid)[1][:, 0]
+            unit_KN = _units(scale_NB[:, block], grid).expand(last - first, n)
+        rounded_KN[first:last], error_KN = _round_columns(
+            w_KN[first:last], unit_KN, factor_KK[first:last, first:last], fmt
+        )
+        w_KN[last:].addmm_(factor_KK[first:last, last:].t(), error_KN, alpha=-1)
+    in_place_KN = torch.empty_like(rounded_KN)
+    in_place_KN[order] = rounded_KN
+    codes_NK = encode(in_place_KN.t(), fmt.element)
+    return pack_codes(codes_NK, fmt.element.bits)[:, : fmt.packed_size(k)].contiguous(), scale_NB
+
+
+def _round_columns(w_KN: Tensor, unit_KN: Tensor, factor_KK: Tensor, fmt: Format) -> tuple[Tensor, Tensor]:
+    """The columns of one block (here rows) rounded in units of their scales, and their errors over the factor's
+    diagonal. `w_KN` is worked on in place.
+    """
+    rounded_KN, error_KN = torch.empty_like(w_KN), torch.empty_like(w_KN)
+    diagonal = factor_KK.diagonal().tolist()
+    for i, pivot in enumerate(diagonal):
+        rounded_KN[i] = round_to_element(w_KN[i] / unit_KN[i], fmt.element)
+        torch.div(w_KN[i].addcmul(rounded_KN[i], unit_KN[i], value=-1), pivot, out=error_KN[i])
+        w_KN[i + 1 :].addr_(factor_KK[i, i + 1 :], error_KN[i], alpha=-1)
+    return rounded_KN, error_KN
+
+
+def _quantize(w_NK: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
+    return quantize_blocks(w_NK, grid.format, grid.scale_mode, per_tensor_scale=grid.per_tensor_scale)
+
+
+def _units(scale: Tensor, grid: Grid) -> Tensor:
+    """The value of code 1 in blocks with these scale bytes, [N, ...]."""
+    if grid.per_tensor_scale is None:
+        return e8m0_to_float(scale)
+    per_tensor = grid.per_tensor_scale
+    if per_tensor.numel() > 1:
+        per_tensor = per_tensor.view(-1, *[1] * (scale.dim() - 1))
+    return e4m3_to_float(scale) * per_tensor
+
+
+def _inverse_factor(hessian_KK: Tensor, damping: float) -> Tensor:
+    """Upper triangular U with U^T U the inverse of the damped Hessian, in fp32.
+
+    From the Cholesky factor of the Hessian read backwards: as accurate as inverting it and factoring the inverse, at
+    half the work.
+    """
+    damped = hessian_KK.double()
+    diagonal = damped.diagonal()
+    mean = diagonal.mean()
+    # Inputs that are always zero, and a Hessian of nothing but those.
+    diagonal.add_(damping * mean + (mean == 0))
+    backwards = torch.linalg.cholesky(damped.flip(0, 1)).flip(0, 1)
+    identity = torch.eye(damped.shape[0], dtype=damped.dtype, device=damped.device)
+    return torch.linalg.solve_triangular(backwards, identity, upper=True).float()

@@ -1,0 +1,152 @@
+"""Sums of X^T X over the inputs X of each layer, by hooks that see them while a stage runs.
+
+Layers that are given the same tensor (the queries', keys' and values' projections) share one sum. Experts have one
+each, over the tokens that are routed to them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mxquant.algorithms.stages import Stop
+from mxquant.modules.experts import ExpertsLayout
+from mxquant.modules.experts_weight import stacked
+from mxquant.modules.moe import Routing, route
+from mxquant.select import Target
+
+
+@dataclass(eq=False)
+class Inputs:
+    """What is known of the inputs that one or several weights share."""
+
+    targets: list[Target] = field(default_factory=list)
+    hessians: dict[int, Tensor] = field(default_factory=dict)
+    """fp32 [K, K] for each expert that saw tokens; the only one of a linear layer is 0."""
+    tokens: dict[int, int] = field(default_factory=dict)
+
+    def add(self, index: int, x: Tensor) -> None:
+        """Rows [..., K] that matrix `index` multiplies."""
+        rows = x.reshape(-1, x.shape[-1]).float()
+        if index not in self.hessians:
+            self.hessians[index] = rows.new_zeros(rows.shape[1], rows.shape[1])
+            self.tokens[index] = 0
+        self.hessians[index].addmm_(rows.t(), rows)
+        self.tokens[index] += rows.shape[0]
+
+    def clear(self) -> None:
+        self.hessians.clear()
+        self.tokens.clear()
+
+
+class Observer:
+    """Hooks on the layers of one stage. Which of them share their inputs shows when they first run."""
+
+    def __init__(self, targets: Sequence[Target]) -> None:
+        self.found: list[Inputs] = []
+        """In the order in which the layers run."""
+        self.only: Inputs | None = None
+        """Sum these alone, and stop the forward there."""
+        self.sums = True
+        """Whether to sum at all, or only to find out who shares inputs."""
+        self._of_target: dict[Target, Inputs] = {}
+        self._seen: list[tuple[tuple[object, ...], Inputs]] = []
+        self._handles = [handle for target in targets if (handle := self._hook(target)) is not None]
+
+    def after_batch(self) -> None:
+        """Inputs are told apart by the tensors themselves, which live as long as a forward."""
+        self._seen.clear()
+
+    def close(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def _hook(self, target: Target) -> Any:
+        site = next((site for site in target.sites if site.kind in ("linear", "experts")), None)
+        if site is None:
+            return None
+        if site.kind == "linear":
+            return site.module.register_forward_pre_hook(
+                lambda module, args: (
+                    self._see(target, args[:1], lambda inputs: inputs.add(0, args[0])) if args else None
+                )
+            )
+        layout = site.layout
+        assert layout is not None
+        if layout.down is None or layout.gate is None or site.attribute not in (*layout.up, layout.down):
+            return None  # it cannot be told what its matrices multiply
+        part = _down_inputs if site.attribute == layout.down else _up_inputs
+
+        def observe(module: nn.Module, args: tuple[Any, ...]) -> None:
+            if len(args) == 3 and all(isinstance(argument, Tensor) for argument in args):
+                shared = (args[0], module) if part is _up_inputs else (module,)
+                self._see(target, shared, lambda inputs: part(module, layout, args, inputs.add))
+
+        return site.module.register_forward_pre_hook(observe)
+
+    def _see(self, target: Target, given: tuple[object, ...], add: Callable[[Inputs], None]) -> None:
+        """`given`: what layers of the same inputs are given the same objects of."""
+        known = next((inputs for seen, inputs in self._seen if _are_same(seen, given)), None)
+        if target not in self._of_target:
+            if known is None:
+                known = Inputs()
+                self.found.append(known)
+            self._of_target[target] = known
+            known.targets.append(target)
+        inputs = self._of_target[target]
+        if any(inputs is seen for _, seen in self._seen):
+            return  # summed for the one that it shares them with
+        self._seen.append((given, inputs))
+        if self.sums and self.only in (None, inputs):
+            add(inputs)
+        if self.only is inputs:
+            raise Stop
+
+
+def _are_same(some: tuple[object, ...], others: tuple[object, ...]) -> bool:
+    return len(some) == len(others) and all(a is b for a, b in zip(some, others, strict=True))
+
+
+def _rows_of_experts(module: nn.Module, layout: ExpertsLayout, arguments: tuple[Any, ...]) -> list[tuple[int, Tensor]]:
+    """The inputs of each expert that has tokens."""
+    hidden, ids, weights = arguments
+    assert layout.down is not None
+    experts = stacked(module._parameters[layout.down], layout.stack_of(module)).shape[0]  # type: ignore[arg-type]
+    routing: Routing = route(ids, experts)
+    rows = []
+    start = 0
+    for index, end in enumerate(routing.offsets_E.tolist()):
+        if end > start:
+            x = hidden[routing.token_S[start:end]]
+            if layout.router_weight == "input":
+                x = x * weights.flatten()[routing.order_S[start:end]].unsqueeze(-1).to(x.dtype)
+            rows.append((index, x))
+        start = end
+    return rows
+
+
+def _up_inputs(
+    module: nn.Module, layout: ExpertsLayout, arguments: tuple[Any, ...], add: Callable[[int, Tensor], None]
+) -> None:
+    for index, x in _rows_of_experts(module, layout, arguments):
+        add(index, x)
+
+
+def _down_inputs(
+    module: nn.Module, layout: ExpertsLayout, arguments: tuple[Any, ...], add: Callable[[int, Tensor], None]
+) -> None:
+    """What comes out of the gate, computed by the first weights as they are now: quantized or not."""
+    assert layout.gate is not None
+    for index, x in _rows_of_experts(module, layout, arguments):
+        outputs = []
+        for name in layout.up:
+            matrix = stacked(module._parameters[name], layout.stack_of(module))[index]  # type: ignore[arg-type]
+            y = F.linear(x, matrix if layout.k_axis[name] == -1 else matrix.t())
+            bias_name = layout.biases.get(name)
+            bias = None if bias_name is None else module._parameters[bias_name]
+            outputs.append(y if bias is None else y + bias[index])
+        add(index, layout.gate(module, *outputs))

@@ -1,0 +1,282 @@
+"""Whole models by GPTQ: nearer to what they were than by rounding, each weight once, and nothing else changed.
+
+That every layer is calibrated on its own inputs is seen by solving one of them apart, on inputs that hooks recorded.
+"""
+
+import copy
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from algorithms.calibration_models import Model, MoEBlock, TupleBlock, Unchained, batches, routing
+from mxquant import GPTQ, MXFP4Config, MXTensor, NVFP4Config, quantize_, summary
+from mxquant.algorithms.gptq import Grid, gptq, rotated_hessian
+from mxquant.algorithms.stages import block_stages, calibrating, model_stage
+from mxquant.formats import get_format
+from mxquant.kernels.rotate import rotate
+
+PARALLEL = GPTQ(sequential=False)
+ROTATED = MXFP4Config(rotation=32, algorithm="gptq")
+MODELS = [Model, lambda: Model(TupleBlock), Unchained, lambda: Model(MoEBlock)]
+
+
+def error(model: nn.Module, original: nn.Module, data: list[Tensor]) -> float:
+    with torch.no_grad():
+        pairs = [(model(ids), original(ids)) for ids in data]
+    return (sum((a - b).norm() for a, b in pairs) / sum(b.norm() for _, b in pairs)).item()  # type: ignore[union-attr]
+
+
+def inputs_of(model: nn.Module, name: str, data: list[Tensor]) -> Tensor:
+    """What a layer multiplies, as a matrix."""
+    seen: list[Tensor] = []
+    handle = model.get_submodule(name).register_forward_pre_hook(lambda _, args: seen.append(args[0].flatten(0, -2)))
+    with torch.no_grad():
+        for ids in data:
+            model(ids)
+    handle.remove()
+    return torch.cat(seen)
+
+
+@pytest.mark.parametrize("sequential", [True, False])
+@pytest.mark.parametrize("make", MODELS)
+def test_outputs_are_nearer_than_those_of_rounding(make: Any, sequential: bool) -> None:
+    original, data = make().eval(), batches(4)
+    found = {}
+    for algorithm in ("rtn", GPTQ(sequential=sequential, min_tokens=32)):
+        model = copy.deepcopy(original)
+        config = MXFP4Config(rotation=32, activation=None, algorithm=algorithm)
+        quantize_(model, config, calibration=None if algorithm == "rtn" else data)
+        assert all(
+            isinstance(p, MXTensor)
+            for n, p in model.named_parameters()
+            if "blocks" in n and p.dim() > 1 and p.shape[0] > 1
+        )
+        found[algorithm] = error(model, original, data)
+    rounded, calibrated = found.values()
+    assert calibrated < 0.8 * rounded  # seen: 0.5 to 0.7
+
+
+@pytest.mark.parametrize("make", [Model, lambda: Model(TupleBlock), Unchained])
+@pytest.mark.parametrize("sequential", [True, False])
+def test_each_layer_is_calibrated_on_its_own_inputs(make: Any, sequential: bool) -> None:
+    """Sequentially on those of the quantized layers before it, else on those of the original model."""
+    original, data = make().eval(), batches()
+    model = copy.deepcopy(original)
+    config = MXFP4Config(rotation=32, algorithm=GPTQ(sequential=sequential))
+    quantize_(model, config, calibration=data)
+    grid, both = Grid(get_format("mxfp4"), "even", None), []
+    for name in ("blocks.0.up", "blocks.1.gate", "blocks.2.down", "pooler"):
+        if name == "pooler" and not sequential and make is not Unchained:
+            continue  # outside of the blocks, it comes after them in either mode
+        weight = rotate(original.get_submodule(name).weight.detach(), 32)
+        for source, is_expected in ((model, sequential), (original, not sequential)):
+            x = inputs_of(source, name, data)
+            solved = gptq(weight, rotated_hessian(x.T @ x, 32), grid, GPTQ())
+            quantized = model.get_submodule(name).weight
+            is_same = (solved[0] == quantized.qdata).float().mean() > 0.99  # sums in another order
+            if name != "blocks.0.up":  # which sees the same either way
+                assert bool(is_same) == is_expected, (name, is_expected)
+            both.append(bool(is_same))
+    assert set(both) == {True, False}
+
+
+def test_calibration_does_not_see_dropout_and_leaves_the_mode() -> None:
+    model, data = Model().train(), batches()
+    modes = {name: module.training for name, module in model.named_modules()}
+    other = copy.deepcopy(model).eval()
+    for one in (model, other):
+        quantize_(one, {"linear": ROTATED}, calibration=data)
+    assert torch.equal(model.pooler.weight.qdata, other.pooler.weight.qdata)
+    assert {name: module.training for name, module in model.named_modules()} == modes
+    assert not any(module._forward_pre_hooks for module in model.modules())
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+@pytest.mark.parametrize("algorithm", [GPTQ(), PARALLEL, GPTQ(act_order=True)])
+def test_the_same_call_gives_the_same_codes(algorithm: GPTQ) -> None:
+    original, data = Model(), batches()
+    one, other = copy.deepcopy(original), copy.deepcopy(original)
+    for model in (one, other):
+        quantize_(model, MXFP4Config(algorithm=algorithm), calibration=iter(data))
+    for a, b in zip(one.parameters(), other.parameters()):
+        assert torch.equal(a.qdata, b.qdata) if isinstance(a, MXTensor) else torch.equal(a, b)
+
+
+def as_tuples(data: list[Tensor]) -> Iterator[Any]:
+    return ((ids, 1.0) for ids in data)
+
+
+def as_dicts(data: list[Tensor]) -> Iterator[Any]:
+    return ({"ids": ids, "scale": 1.0} for ids in data)
+
+
+@pytest.mark.parametrize("convert", [as_tuples, as_dicts])
+def test_batches_may_be_tuples_or_dicts(convert: Any) -> None:
+    original, data = Model(), batches()
+    expected, model = copy.deepcopy(original), copy.deepcopy(original)
+    quantize_(expected, ROTATED, calibration=data)
+    quantize_(model, ROTATED, calibration=convert(data))
+    assert torch.equal(model.blocks[1].down.weight.qdata, expected.blocks[1].down.weight.qdata)
+
+
+def test_a_mapping_mixes_formats_and_algorithms() -> None:
+    model, data = Model(), batches()
+    mapping = {
+        "linear": ROTATED,
+        "*.gate": NVFP4Config(rotation=16, algorithm="gptq"),
+        "*.down": "mxfp6",
+        "lm_head": "mxfp8",
+    }
+    quantize_(model, mapping, calibration=data)
+    formats = {row.name: (row.format, row.rotation) for row in summary(model).quantized}
+    assert formats["blocks.0.up.weight"] == ("mxfp4", 32)
+    assert formats["blocks.0.gate.weight"] == ("nvfp4", 16)
+    assert formats["blocks.0.down.weight"] == ("mxfp6_e2m3", None)
+    assert formats["lm_head.weight"] == ("mxfp8_e4m3", None)
+
+
+def test_a_model_without_blocks() -> None:
+    original = nn.Sequential(nn.Linear(64, 96), nn.ReLU(), nn.Linear(96, 64))
+    mixing = torch.randn(64, 64)
+    data = [torch.randn(64, 64) @ mixing for _ in range(4)]
+    found = []
+    for algorithm in ("rtn", "gptq"):
+        model = copy.deepcopy(original)
+        calibration = data if algorithm == "gptq" else None
+        quantize_(model, MXFP4Config(activation=None, algorithm=algorithm), calibration=calibration)
+        found.append(error(model, original, data))
+    assert found[1] < 0.7 * found[0]
+
+
+# Experts
+
+
+def test_experts_see_the_tokens_that_are_routed_to_them(caplog: pytest.LogCaptureFixture) -> None:
+    """One expert's weights are solved apart; one that gets no tokens is rounded, and the log says so."""
+    original, data = Model(MoEBlock, 1).eval(), batches(6)
+    model = copy.deepcopy(original)
+    config = MXFP4Config(rotation=32, activation=None, algorithm=GPTQ(sequential=False, min_tokens=16))
+    with caplog.at_level(logging.WARNING, "mxquant"):
+        quantize_(model, {"moe": config}, calibration=data)
+    assert "blocks.0.experts.up (matrix 3 of its stack) saw fewer tokens" in caplog.text
+    assert "(matrix 2" not in caplog.text
+    rounded = copy.deepcopy(original)
+    quantize_(rounded, {"moe": MXFP4Config(rotation=32, activation=None)})
+    up, rounded_up = model.blocks[0].experts.up, rounded.blocks[0].experts.up
+    assert torch.equal(up.qdata[3], rounded_up.qdata[3])
+    assert not torch.equal(up.qdata[1], rounded_up.qdata[1])
+
+    arguments: list[Any] = []
+    experts = original.blocks[0].experts
+    handle = experts.register_forward_pre_hook(lambda _, args: arguments.append(args))
+    with torch.no_grad():
+        for ids in data:
+            original(ids)
+    handle.remove()
+    # A token may choose the expert twice.
+    x = torch.cat([hidden.repeat_interleave((ids == 1).sum(1), 0) for hidden, ids, _ in arguments])
+    first, second = (x @ experts.up[1].detach().T).chunk(2, -1)
+    h = torch.nn.functional.silu(first) * second
+    grid = Grid(get_format("mxfp4"), "even", None)
+    for weight, rows, quantized in ((experts.up[1], x, up[1]), (experts.down[1], h, model.blocks[0].experts.down[1])):
+        hessian = rotated_hessian(rows.T @ rows, 32)
+        solved = gptq(rotate(weight.detach(), 32), hessian, grid, GPTQ())
+        assert (solved[0] == quantized.qdata).float().mean() > 0.99
+
+
+def test_experts_and_a_linear_of_one_input_are_told_apart() -> None:
+    class Shared(MoEBlock):
+        def __init__(self) -> None:
+            super().__init__()
+            self.shared = nn.Linear(64, 64)
+
+        def forward(self, hidden_states: Tensor, scale: float = 1.0) -> Tensor:
+            x = self.norm(hidden_states).flatten(0, -2)
+            ids = routing(x.shape[0])
+            y = self.shared(x) + self.experts(x, ids, x[:, 2:4].sigmoid())
+            return hidden_states + y.view(hidden_states.shape)
+
+    model, data = Model(Shared, 1), batches()
+    x = inputs_of(model.eval(), "blocks.0.shared", data)
+    weight = model.blocks[0].shared.weight.detach().clone()
+    quantize_(model, MXFP4Config(algorithm=PARALLEL), calibration=data)
+    solved = gptq(weight, x.T @ x, Grid(get_format("mxfp4"), "even", None), GPTQ())
+    assert (solved[0] == model.blocks[0].shared.weight.qdata).float().mean() > 0.99
+
+
+def test_a_layer_that_never_runs_is_rounded_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    model = Model()
+    model.unused = nn.Linear(64, 64)
+    weight = model.unused.weight.detach().clone()
+    with caplog.at_level(logging.WARNING, "mxquant"):
+        quantize_(model, ROTATED, calibration=batches())
+    assert "unused.weight: no input was seen" in caplog.text
+    assert (model.unused.weight.dequantize() - weight).norm() < 0.15 * weight.norm()
+
+
+# Stages
+
+
+def test_blocks_run_one_after_the_other_as_in_the_model() -> None:
+    model, data = Model().eval(), batches()
+    names = [name for name, _ in model.named_parameters()]
+    with calibrating(model):
+        stages = block_stages(model, model_stage(model, data), names)
+        assert [stage.name for stage in stages] == ["blocks.0", "blocks.1", "blocks.2"]
+        hidden = model.embed(data[1])
+        assert torch.equal(stages[0].calls[1][0][0], hidden)
+        assert stages[2].calls[1][1] == {"scale": 1.0}
+    assert block_stages(Unchained(), model_stage(Unchained(), data), names) == []
+    assert block_stages(nn.Linear(64, 64), model_stage(nn.Linear(64, 64), data), ["weight"]) == []
+
+
+# Refusals
+
+
+@pytest.mark.parametrize(
+    "calibration, kind, message",
+    [
+        (None, ValueError, "needs calibration data; pass calibration=batches"),
+        ([], ValueError, "holds no batches"),
+        (torch.zeros(4, 16), TypeError, "Put a single batch in a list"),
+        ({"ids": torch.zeros(4)}, TypeError, "Put a single batch in a list"),
+        (7, TypeError, "got int"),
+        (["text"], TypeError, "a calibration batch is a tensor, a tuple or a dict; got str"),
+    ],
+)
+def test_wrong_calibration_is_refused_before_anything_changes(
+    calibration: Any, kind: type[Exception], message: str
+) -> None:
+    model = Model()
+    with pytest.raises(kind, match=message):
+        quantize_(model, {"linear": "mxfp8", "blocks.0": ROTATED}, calibration=calibration)
+    assert not any(isinstance(p, MXTensor) for p in model.parameters())
+
+
+def test_calibration_that_nobody_uses_is_refused() -> None:
+    with pytest.raises(ValueError, match="no config of this call has an algorithm that uses it"):
+        quantize_(Model(), "mxfp4", calibration=batches())
+
+
+def test_configs_that_disagree_on_the_mode_are_refused() -> None:
+    with pytest.raises(ValueError, match="sequential"):
+        quantize_(Model(), {"linear": ROTATED, "pooler": MXFP4Config(algorithm=PARALLEL)}, calibration=batches())
+
+
+def test_a_batch_that_fails_changes_nothing_and_the_log_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    model = Model()
+    with pytest.raises(IndexError):
+        quantize_(model, ROTATED, calibration=[torch.full((8, 16), 1000)])
+    assert "stopped at calibration: 0 of 10 weights" in caplog.text
+    assert not any(isinstance(p, MXTensor) for p in model.parameters())
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_torchao_has_no_calibration() -> None:
+    torchao = pytest.importorskip("torchao.quantization")
+    with pytest.raises(ValueError, match=r"call mxquant.quantize_ with calibration=batches"):
+        torchao.quantize_(nn.Sequential(nn.Linear(64, 64)), ROTATED)

@@ -1,0 +1,163 @@
+"""Estimates of what quantizing a layer costs, against its definition and against what it really costs; and budgets."""
+
+import copy
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from small_models import snapshot
+from torch import Tensor, nn
+
+from algorithms.calibration_models import Model, batches
+from mxquant import MXFP4Config, MXFP8Config, quantize, quantize_, summary
+from mxquant.algorithms import LayerSensitivity, Sensitivity, sensitivity
+
+WEIGHT_ONLY = {"weight": "mxfp4", "activation": None}
+
+
+class LanguageModel(Model):
+    """Its head is sharp, so that it predicts something."""
+
+    def forward(self, ids: Tensor, scale: float = 1.0) -> Any:
+        return SimpleNamespace(logits=8 * super().forward(ids, scale))
+
+
+@pytest.mark.parametrize("rotation", [None, 32])
+def test_of_one_layer_it_is_the_definition(rotation: int | None) -> None:
+    """Half the sum over tokens of (gradient x error)^2, where the gradient is the random direction itself."""
+    linear, x = nn.Linear(64, 32), torch.randn(20, 64)
+    configs = [WEIGHT_ONLY | {"rotation": rotation}, {"weight": "mxfp4", "rotation": rotation}]
+    (layer,) = sensitivity(linear, [x], configs, seed=3).layers
+    gradient = torch.randn(20, 32, generator=torch.Generator().manual_seed(3))
+    error = quantize(linear.weight, "mxfp4", rotation=rotation).dequantize() - linear.weight
+    of_weight = 0.5 * torch.einsum("tn,tk,nk->tnk", gradient, x, error).square().sum()
+    taken = quantize(x, "mxfp4", rotation=rotation).dequantize()
+    of_input = 0.5 * ((gradient @ linear.weight) * (taken - x)).square().sum()
+    assert layer.name == "weight"
+    assert layer.added_loss == pytest.approx((of_weight.item(), (of_weight + of_input).item()), rel=1e-4)
+
+
+def real_loss(model: LanguageModel, name: str, data: list[Tensor]) -> float:
+    """The divergence of the predictions when one layer alone is quantized."""
+    quantized = copy.deepcopy(model)
+    quantize_(quantized, {name: WEIGHT_ONLY})
+    total = 0.0
+    with torch.no_grad():
+        for ids in data:
+            log_p, log_q = (m(ids).logits.log_softmax(-1) for m in (model, quantized))
+            total += (log_p.exp() * (log_p - log_q)).sum().item()
+    return total
+
+
+def test_it_ranks_layers_as_their_real_loss_does() -> None:
+    model, data = LanguageModel().eval(), batches(4)
+    with torch.no_grad():
+        model.blocks[1].down.weight *= 6
+        model.blocks[2].gate.weight *= 0.05
+    found = sensitivity(model, data, [WEIGHT_ONLY])
+    estimates = {layer.name: layer.added_loss[0] for layer in found.layers}
+    losses = {name: real_loss(model, name, data) for name in estimates}
+    ranks = [sorted(estimates, key=values.__getitem__) for values in (estimates, losses)]
+    assert ranks[0][0] == ranks[1][0] == "blocks.2.gate.weight"
+    assert ranks[0][-1] == ranks[1][-1]
+    pairs = torch.tensor([[estimates[name], losses[name]] for name in estimates]).log()
+    assert torch.corrcoef(pairs.T)[0, 1] > 0.9  # seen: 0.99
+    assert found.layers[0].name == ranks[0][-1]
+
+
+def test_the_model_stays_as_it_is() -> None:
+    model = Model().train()
+    model.lm_head.weight.requires_grad_(False)
+    before, modes = snapshot(model), [module.training for module in model.modules()]
+    sensitivity(model, batches(1))
+    assert snapshot(model) == before
+    assert [module.training for module in model.modules()] == modes
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+def test_the_same_seed_gives_the_same_estimates() -> None:
+    model, data = LanguageModel(), batches(1)
+    assert sensitivity(model, data).layers == sensitivity(model, data).layers
+    assert sensitivity(model, data).layers != sensitivity(model, data, seed=1).layers
+
+
+# Budgets
+
+FOUR, EIGHT = MXFP4Config(), MXFP8Config()
+
+
+def example() -> Sensitivity:
+    rows = [("a", 100, (10.0, 1.0)), ("b", 100, (8.0, 1.0)), ("c", 300, (9.0, 1.0)), ("d", 100, (0.1, 0.2))]
+    return Sensitivity((FOUR, EIGHT), [LayerSensitivity(*row) for row in rows])
+
+
+@pytest.mark.parametrize(
+    "budget, wide",
+    [
+        (4.25, ""),
+        (4.9, ""),
+        (4.92, "a"),  # 4 bits more for 100 of 600 weights
+        ("5.6 bits", "ab"),
+        ("7 bits", "ab"),  # c would be as good a step, but takes three times as many bits
+        (7.6, "abc"),
+        (16, "abc"),  # d is no better in more bits
+    ],
+)
+def test_what_takes_away_most_loss_a_bit_comes_first(budget: float | str, wide: str) -> None:
+    mapping = example().propose(budget)
+    assert "".join(name for name, config in mapping.items() if config == EIGHT) == wide
+    assert set(mapping) == set("abcd")
+
+
+@pytest.mark.parametrize("budget, message", [(4, "below"), ("few", "no number"), (None, "no number")])
+def test_budgets_that_cannot_be(budget: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        example().propose(budget)
+
+
+@pytest.mark.parametrize("budget", [4.5, 5.0, 6.25])
+def test_the_proposal_goes_into_quantize(budget: float) -> None:
+    model, data = LanguageModel().eval(), batches(2)
+    quantize_(model, sensitivity(model, data).propose(budget))
+    found = summary(model)
+    assert found.bits_per_weight is not None
+    assert budget - 0.6 < found.bits_per_weight <= budget
+    assert len(found.quantized) == 10
+
+
+def test_more_bits_lose_less() -> None:
+    model, data = LanguageModel().eval(), batches(4)
+    found, losses = sensitivity(model, data), []
+    with torch.no_grad():
+        expected = [model(ids).logits.log_softmax(-1) for ids in data]
+        for budget in (4.25, 5, 6.25):
+            quantized = copy.deepcopy(model)
+            quantize_(quantized, found.propose(budget))
+            outputs = [quantized(ids).logits.log_softmax(-1) for ids in data]
+            losses.append(sum((p.exp() * (p - q)).sum().item() for p, q in zip(expected, outputs)))
+    assert losses[0] > losses[1] > losses[2]
+
+
+def test_it_prints_a_table() -> None:
+    assert "| layer" in str(example())
+    assert "mxfp8_e4m3" in str(example())
+
+
+# Refusals
+
+
+@pytest.mark.parametrize(
+    "data, configs, message", [([], ["mxfp4"], "0 batches"), ([torch.zeros(1, 64)], [], r"configs=\[\]")]
+)
+def test_nothing_to_estimate(data: list[Tensor], configs: list[str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        sensitivity(nn.Linear(64, 64), data, configs)
+
+
+def test_outputs_without_gradients_are_refused() -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.Softmax(-1))
+    model.register_forward_hook(lambda module, args, output: output.argmax(-1))
+    with pytest.raises(ValueError, match="no gradients"):
+        sensitivity(model, [torch.randn(2, 64)])
