@@ -9,6 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 from mxquant.api import dequantize_, explain, quantize_, summary
 from mxquant.backends import list_backends, register_backend
+from mxquant.checkpoints import load_state
 from mxquant.config import MXFP4Config, MXFP6Config, MXFP8Config, NVFP4Config, mxfp4, mxfp6, mxfp8, nvfp4
 from mxquant.integrations import torchao as _torchao  # registers the configs with torchao
 from mxquant.modules.moe import experts_forward
@@ -36,6 +37,8 @@ __all__ = [
     "EmulatedMXTensor",
     "flatten_state_dict",
     "unflatten_state_dict",
+    # Checkpoints
+    "load_state",
     # Backends
     "register_backend",
     "list_backends",

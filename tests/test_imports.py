@@ -25,9 +25,10 @@ ALLOWED = {
     "modules": BELOW_MODULES,
     "select": BELOW_MODULES | {"modules"},
     "report": {"formats", "tensor"},
+    "checkpoints": {"formats", "backends", "tensor"},
     "api": BELOW_API,
-    "integrations": BELOW_API | {"api"},
-    "__init__": BELOW_API | {"api", "integrations"},
+    "integrations": BELOW_API | {"api", "checkpoints"},
+    "__init__": BELOW_API | {"api", "checkpoints", "integrations"},
 }
 
 # Loaded on demand only. torch and torchao load some of these themselves; what counts is what mxquant adds.

@@ -1,0 +1,60 @@
+"""mxquant's own files, as `flatten_state_dict` has them: `<name>.qdata`, `<name>.scale`, ... and JSON in the header."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from mxquant.checkpoints.files import Checkpoint
+from mxquant.checkpoints.producer import Reading
+from mxquant.checkpoints.stored import Stored
+from mxquant.tensor import MXTensor
+from mxquant.tensor.metadata import metadata_from_fields
+from mxquant.tensor.state import METADATA_KEY, SAVED_PARTS, parse_metadata
+
+
+class Own:
+    name = "mxquant"
+
+    def recognizes(self, checkpoint: Checkpoint) -> bool:
+        method = checkpoint.quantization_config.get("quant_method")
+        return method == self.name or (method is None and METADATA_KEY in checkpoint.metadata)
+
+    def read(self, checkpoint: Checkpoint) -> Reading:
+        described, aliases = parse_metadata(checkpoint.metadata)
+        stored = []
+        for name, fields in described.items():
+            metadata, shape = metadata_from_fields(fields)
+            if shape is None:
+                raise ValueError(f"the metadata of {name!r} lacks its shape: {fields!r}")
+            optional = {
+                part: f"{name}.{part}" if f"{name}.{part}" in checkpoint.tensors else None for part in SAVED_PARTS[2:]
+            }
+            stored.append(
+                Stored(
+                    name=name,
+                    format=metadata.format,
+                    axis=metadata.axis,
+                    activation=metadata.activation,
+                    activation_scale_mode=metadata.activation_scale_mode,
+                    declared=(metadata, shape),
+                    qdata=f"{name}.qdata",
+                    scale=f"{name}.scale",
+                    per_tensor_scale=optional["per_tensor_scale"],
+                    activation_scale=optional["activation_scale"],
+                )
+            )
+        return Reading(stored, aliases=aliases)
+
+    def activation_scale_mode(self, activation: str) -> str | None:
+        return None
+
+    def encode(self, name: str, weight: MXTensor) -> dict[str, Tensor]:
+        canonical = weight.canonical()
+        parts = ((part, getattr(canonical, part)) for part in SAVED_PARTS)
+        return {f"{name}.{part}": inner for part, inner in parts if inner is not None}
+
+    def config(self, weights: Mapping[str, MXTensor], ordinary: Iterable[str]) -> dict[str, dict[str, Any]]:
+        return {"config.json": {"quant_method": self.name, "version": 1}}
