@@ -70,7 +70,7 @@ def quantize_(
             _check_stack(target)
     _warn_of_experts(plan.skips)
     _swap(plan.targets, device)
-    _record_skips(plan)
+    record_skips(plan)
 
 
 def dequantize_(model: nn.Module) -> None:
@@ -282,7 +282,8 @@ def _forget_skip(site: Site) -> None:
         site.module.__dict__.pop(SKIP_REASON, None)
 
 
-def _record_skips(plan: Plan) -> None:
+def record_skips(plan: Plan) -> None:
+    """Leave with each module why parameters of its own are not quantized, for `summary`."""
     for skip in plan.skips:
         if not _is_quantized(skip.parameter):
             for site in skip.sites:

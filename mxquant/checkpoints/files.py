@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -103,6 +104,18 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     config = _json_of(folder / "config.json") if given.is_dir() else None
     hf_quant = _json_of(folder / "hf_quant_config.json") if given.is_dir() else None
     return Checkpoint(folder, tensors, metadata, config or {}, hf_quant)
+
+
+def metadata_of(files: Iterable[str | os.PathLike[str]]) -> dict[str, str]:
+    """The headers' string metadata of safetensors files, all together.
+
+    Raises:
+        ValueError: a file is damaged, or they do not agree.
+    """
+    metadata: dict[str, str] = {}
+    for file in map(Path, files):
+        _add(file.parent, file.name, {}, metadata)
+    return metadata
 
 
 def _files_of(folder: Path) -> tuple[list[str], dict[str, str] | None]:
