@@ -1,0 +1,169 @@
+"""`from_pretrained`: a checkpoint of any producer as a transformers model whose weights are its own bytes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from mxquant.checkpoints.files import Reader
+from mxquant.checkpoints.load import Content, read_content
+from mxquant.checkpoints.origin import ORIGIN, Origin
+from mxquant.modules.linear import replace_parameter
+from mxquant.tensor import MXTensor, as_weight
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+def from_pretrained(
+    path: str | os.PathLike[str],
+    *,
+    dtype: torch.dtype | str = "auto",
+    device_map: Any = None,
+    backend: str = "auto",
+    **options: Any,
+) -> PreTrainedModel:
+    """The transformers model of a quantized checkpoint, of any producer that `load_state` reads, or of a plain one.
+
+    Codes and scales are the file's own; experts that the files hold one by one are merged as the model's class has
+    them. Linears and experts quantize their activations as the checkpoint's config says. Weights that are not merged
+    are views of the memory-mapped files, which must stay as they are.
+
+    Args:
+        path: the folder of the checkpoint, with its config.json.
+        dtype: of the model, and what quantized weights stand for; "auto": as the config says.
+        device_map, options: as transformers' `from_pretrained` takes them.
+        backend: who multiplies: "auto", or a name in `list_backends()`.
+
+    Raises:
+        FileNotFoundError: there is no checkpoint, or no config.json.
+        ValueError: damaged, missing or superfluous tensors, found before anything large is allocated; a backend that
+            cannot compute the weights.
+        NotImplementedError: an unknown producer, or a scheme that mxquant does not compute.
+        ImportError: transformers is not installed.
+    """
+    from mxquant.integrations import conversion
+
+    content = read_content(path)
+    if not content.checkpoint.config:
+        raise FileNotFoundError(
+            f"{os.fspath(path)} has no config.json to build a model from; load_state reads it without"
+        )
+    config = conversion.plain_config(content.checkpoint.path)
+    model = conversion.skeleton(config)
+    sources = conversion.sources_of(model, content.names)
+    _check_shapes(model, content, sources)
+    renamings = conversion.key_mapping(model, content.names)
+    del model
+    loaded, info = conversion.model_class(config).from_pretrained(
+        None,
+        config=config,
+        state_dict=_lazy_state(content, sources),
+        dtype=content.dtype if dtype == "auto" else dtype,
+        device_map=device_map,
+        key_mapping=renamings or None,
+        output_loading_info=True,
+        **options,
+    )
+    _check_loaded(info)
+    _serve(loaded, backend)
+    _load_generation_config(loaded, content.checkpoint.path)
+    if content.quantized:
+        _mark(loaded, content)
+    return loaded
+
+
+def _mark(model: Any, content: Content) -> None:
+    """Leave with a model what saving it needs to know."""
+    from mxquant.integrations.conversion import CONVERSIONS
+    from mxquant.integrations.transformers import MXQuantConfig, MXQuantizer
+
+    model.config.quantization_config = MXQuantConfig()
+    model.hf_quantizer = MXQuantizer(model.config.quantization_config, pre_quantized=True)
+    model.is_quantized, model.quantization_method = True, "mxquant"
+    # What transformers saves has merged experts; only `save_pretrained` for another producer takes them apart.
+    remembered = {ORIGIN: Origin.of(content), CONVERSIONS: vars(model).get("_weight_conversions")}
+    vars(model).update(remembered | {"_weight_conversions": []})
+
+
+class _Lazy:
+    """A tensor that is read when transformers asks for its values, as it asks a slice of a safetensors file."""
+
+    def __init__(self, content: Content, name: str, group: _Group) -> None:
+        self._content, self._name, self._group = content, name, group
+
+    def __getitem__(self, index: Any) -> Tensor:
+        return self._content.read(self._name, self._group.reader())[index]
+
+
+class _Group:
+    """Tensors that are merged to one: the files are unmapped with the last of them, and their pages are free again."""
+
+    def __init__(self, content: Content, count: int) -> None:
+        self._content, self._left = content, count
+        self._reader: Reader | None = None
+
+    def reader(self) -> Reader:
+        reader = self._reader or Reader(self._content.checkpoint)
+        self._left -= 1
+        self._reader = reader if self._left else None
+        return reader
+
+
+def _lazy_state(content: Content, sources: Mapping[str, Any]) -> dict[str, _Lazy]:
+    state: dict[str, _Lazy] = {}
+    kept = sum(len(source.names) for source in sources.values() if source.converter is None)
+    shared = _Group(content, kept)
+    for source in sources.values():
+        group = shared if source.converter is None else _Group(content, len(source.names))
+        state |= {name: _Lazy(content, name, group) for name in source.names}
+    return state
+
+
+def _check_shapes(model: nn.Module, content: Content, sources: Mapping[str, Any]) -> None:
+    """Of tensors that are loaded as they are; the merged ones are compared when they are."""
+    expected = model.state_dict()
+    for target, source in sources.items():
+        shape = tuple(expected[target].shape)
+        if source.converter is None and content.shape(source.names[0]) != shape:
+            raise ValueError(
+                f"{source.names[0]!r} has shape {content.shape(source.names[0])}, the model's {target!r} {shape}; "
+                "config.json and the weights are not of one model"
+            )
+
+
+def _check_loaded(info: Mapping[str, Any]) -> None:
+    for what in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"):
+        if found := info.get(what):
+            some = sorted(map(str, found))[:3]
+            raise ValueError(f"transformers loaded the checkpoint with {what}: {', '.join(some)}; it is damaged")
+
+
+def _serve(model: nn.Module, backend: str) -> None:
+    """Each quantized weight as the backend that serves it wants it, tied ones tied."""
+    served: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for attribute, parameter in module._parameters.items():
+            if parameter is None or not is_quantized(parameter):
+                continue
+            if id(parameter) not in served:
+                weight = as_weight(cast(MXTensor, parameter), backend)
+                served[id(parameter)] = replace_parameter(parameter, weight, requires_grad=False)
+            module._parameters[attribute] = served[id(parameter)]
+
+
+def is_quantized(parameter: Tensor) -> bool:
+    return isinstance(parameter, MXTensor)
+
+
+def _load_generation_config(model: Any, folder: Path) -> None:
+    from transformers import GenerationConfig
+
+    if model.can_generate() and (folder / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(folder)
+    model.name_or_path = model.config.name_or_path = os.fspath(folder)
