@@ -13,6 +13,7 @@ from mxquant.checkpoints import load_state
 from mxquant.config import MXFP4Config, MXFP6Config, MXFP8Config, NVFP4Config, mxfp4, mxfp6, mxfp8, nvfp4
 from mxquant.integrations import torchao as _torchao  # registers the configs with torchao
 from mxquant.integrations.pretrained import from_pretrained
+from mxquant.integrations.saving import save_pretrained
 from mxquant.modules.moe import experts_forward
 from mxquant.modules.registry import register_experts_layout
 from mxquant.tensor import EmulatedMXTensor, MXTensor, flatten_state_dict, quantize, unflatten_state_dict
@@ -41,6 +42,7 @@ __all__ = [
     # Checkpoints
     "from_pretrained",
     "load_state",
+    "save_pretrained",
     # Backends
     "register_backend",
     "list_backends",

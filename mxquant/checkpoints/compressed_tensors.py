@@ -59,7 +59,7 @@ class CompressedTensors:
     def activation_scale_mode(self, activation: str) -> str | None:
         return _ACTIVATION_MODES.get(activation)
 
-    def encode(self, name: str, weight: MXTensor) -> dict[str, Tensor]:
+    def encode(self, name: str, weight: MXTensor, known: Mapping[str, Tensor]) -> dict[str, Tensor]:
         check_matrix(self.name, name, weight, _NAMES)
         if weight.activation not in (None, weight.format):
             refuse(
@@ -80,7 +80,8 @@ class CompressedTensors:
         tensors[f"{module}.weight_scale"] = canonical.scale.view(torch.float8_e4m3fn)
         multiplier = one_scale(self.name, name, weight, canonical.per_tensor_scale)
         assert multiplier is not None
-        tensors[f"{module}.weight_global_scale"] = (1 / multiplier).reshape(1)
+        part = f"{module}.weight_global_scale"
+        tensors[part] = self._weight_divisor(name, canonical, multiplier, known.get(part))
         if weight.activation is not None:
             static = one_scale(self.name, name, weight, canonical.activation_scale)
             if static is None:
@@ -91,8 +92,19 @@ class CompressedTensors:
                     "activation scales that are computed at run time (its NVFP4 has calibrated ones)",
                     "make it weight-only (activation=None), or save as 'mxquant'",
                 )
-            tensors[f"{module}.input_global_scale"] = (1 / static).reshape(1)
+            part = f"{module}.input_global_scale"
+            tensors[part] = _divisor(static, known.get(part))
         return tensors
+
+    def _weight_divisor(self, name: str, weight: MXTensor, multiplier: Tensor, known: Tensor | None) -> Tensor:
+        """Refused where the weight would have other values under the nearest divisor."""
+        divisor = _divisor(multiplier, known)
+        if not torch.equal(1 / divisor.reshape(()), multiplier):
+            read = weight.rewrap(weight.operand._replace(per_tensor_scale=1 / divisor.reshape(())))
+            if not torch.equal(read.dequantize(), weight.dequantize()):
+                lost = f"the last bit of its per-tensor scale {multiplier.item()!r}, which no fp32 divisor stands for,"
+                refuse(self.name, name, weight, lost, "save as 'modelopt', which stores multipliers, or as 'mxquant'")
+        return divisor
 
     def config(self, weights: Mapping[str, MXTensor], ordinary: Iterable[str]) -> dict[str, dict[str, Any]]:
         schemes: dict[tuple[str, bool], list[str]] = {}
@@ -119,6 +131,14 @@ class CompressedTensors:
                 "kv_cache_scheme": None,
             }
         }
+
+
+def _divisor(multiplier: Tensor, known: Tensor | None) -> Tensor:
+    """The fp32 number [1] whose reciprocal is nearest to `multiplier`: the one it came from, where that is known."""
+    nearest = 1 / multiplier
+    around = [torch.nextafter(nearest, nearest * factor) for factor in (0, 2)]
+    candidates = [*([known.reshape(())] if known is not None else []), nearest, *around]
+    return next((c for c in candidates if torch.equal(1 / c, multiplier)), nearest).reshape(1).clone()
 
 
 def _groups(config: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -38,8 +38,8 @@ class Checkpoint:
     path: Path
     """The folder, or the folder of the one file."""
     tensors: dict[str, TensorInfo]
-    metadata: dict[str, str]
-    """The headers' string metadata, of all files together."""
+    headers: tuple[dict[str, str], ...]
+    """The string metadata in the files' headers, each once."""
     config: dict[str, Any]
     """config.json; empty where there is none."""
     hf_quant_config: dict[str, Any] | None
@@ -96,26 +96,26 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     else:
         raise FileNotFoundError(f"{given} is neither a folder nor a file; name the folder of a checkpoint")
     tensors: dict[str, TensorInfo] = {}
-    metadata: dict[str, str] = {}
+    headers: list[dict[str, str]] = []
     for file in files:
-        _add(folder, file, tensors, metadata)
+        _add(folder, file, tensors, headers)
     if listed is not None:
         _check_index(listed, tensors)
-    config = _json_of(folder / "config.json") if given.is_dir() else None
-    hf_quant = _json_of(folder / "hf_quant_config.json") if given.is_dir() else None
-    return Checkpoint(folder, tensors, metadata, config or {}, hf_quant)
+    config = json_of(folder / "config.json") if given.is_dir() else None
+    hf_quant = json_of(folder / "hf_quant_config.json") if given.is_dir() else None
+    return Checkpoint(folder, tensors, tuple(headers), config or {}, hf_quant)
 
 
-def metadata_of(files: Iterable[str | os.PathLike[str]]) -> dict[str, str]:
-    """The headers' string metadata of safetensors files, all together.
+def headers_of(files: Iterable[str | os.PathLike[str]]) -> list[dict[str, str]]:
+    """The string metadata in the headers of safetensors files, each once.
 
     Raises:
-        ValueError: a file is damaged, or they do not agree.
+        ValueError: a file is damaged.
     """
-    metadata: dict[str, str] = {}
+    headers: list[dict[str, str]] = []
     for file in map(Path, files):
-        _add(file.parent, file.name, {}, metadata)
-    return metadata
+        _add(file.parent, file.name, {}, headers)
+    return headers
 
 
 def _files_of(folder: Path) -> tuple[list[str], dict[str, str] | None]:
@@ -134,7 +134,7 @@ def _files_of(folder: Path) -> tuple[list[str], dict[str, str] | None]:
 
 
 def _weight_map(folder: Path) -> dict[str, str]:
-    content = _json_of(folder / INDEX) or {}
+    content = json_of(folder / INDEX) or {}
     weight_map = content.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise ValueError(f"{folder / INDEX} has no weight_map of tensors to files; download it anew")
@@ -157,16 +157,16 @@ def _check_index(listed: dict[str, str], tensors: dict[str, TensorInfo]) -> None
         raise ValueError(f"{tensors[name].file} holds {name!r}, which the index does not list; download both anew")
 
 
-def _add(folder: Path, file: str, tensors: dict[str, TensorInfo], metadata: dict[str, str]) -> None:
+def _add(folder: Path, file: str, tensors: dict[str, TensorInfo], headers: list[dict[str, str]]) -> None:
     handle = _open(folder / file)
     for name in handle.keys():  # noqa: SIM118 - a safe_open handle is no mapping
         if name in tensors:
             raise ValueError(f"{name!r} is both in {tensors[name].file} and in {file}; one of them must go")
         declared = handle.get_slice(name)
         tensors[name] = TensorInfo(file, str(declared.get_dtype()), tuple(declared.get_shape()))
-    for key, value in (handle.metadata() or {}).items():
-        if key != "format" and metadata.setdefault(key, value) != value:
-            raise ValueError(f"the metadata {key!r} of {file} is not that of the other files; save the checkpoint anew")
+    header = {key: value for key, value in (handle.metadata() or {}).items() if key != "format"}
+    if header and header not in headers:
+        headers.append(header)
 
 
 def _open(file: Path) -> Any:
@@ -178,7 +178,7 @@ def _open(file: Path) -> Any:
         raise ValueError(f"{file} is no intact safetensors file: {error}; download it anew") from error
 
 
-def _json_of(file: Path) -> dict[str, Any] | None:
+def json_of(file: Path) -> dict[str, Any] | None:
     """The object in a JSON file; None where there is no such file."""
     if not file.is_file():
         return None

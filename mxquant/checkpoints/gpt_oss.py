@@ -51,7 +51,7 @@ class GptOss:
     def activation_scale_mode(self, activation: str) -> str | None:
         return None
 
-    def encode(self, name: str, weight: MXTensor) -> dict[str, Tensor]:
+    def encode(self, name: str, weight: MXTensor, known: Mapping[str, Tensor]) -> dict[str, Tensor]:
         if weight.format != "mxfp4":
             refuse(self.name, name, weight, "its codes", "quantize it to mxfp4, or save as 'mxquant'")
         if weight.activation is not None:

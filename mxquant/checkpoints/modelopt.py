@@ -76,7 +76,7 @@ class ModelOpt:
     def activation_scale_mode(self, activation: str) -> str | None:
         return get_format(activation, activation=True).default_scale_mode
 
-    def encode(self, name: str, weight: MXTensor) -> dict[str, Tensor]:
+    def encode(self, name: str, weight: MXTensor, known: Mapping[str, Tensor]) -> dict[str, Tensor]:
         algorithm = self._algorithm_of(name, weight)
         check_matrix(self.name, name, weight, _FORMATS)
         if weight.activation is not None:

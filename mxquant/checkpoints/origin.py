@@ -35,7 +35,6 @@ class Origin:
     """Tensors that are no part of the model."""
     dtypes: dict[str, torch.dtype] = field(default_factory=dict)
     """Of the tensors that are not quantized."""
-    metadata: dict[str, str] = field(default_factory=dict)
 
     @classmethod
     def of(cls, content: Content) -> Origin:
@@ -58,5 +57,4 @@ class Origin:
             divisors,
             {name: reader.read(name).clone() for name in content.left_out},
             {name: reader.read(file_name).dtype for name, file_name in content.ordinary.items()},
-            checkpoint.metadata,
         )

@@ -15,15 +15,33 @@ from mxquant.tensor.metadata import metadata_from_fields
 from mxquant.tensor.state import METADATA_KEY, SAVED_PARTS, parse_metadata
 
 
+def described_in(headers: Iterable[Mapping[str, str]]) -> tuple[dict[str, Any], dict[str, str]]:
+    """The quantized weights and the tied names that the headers of all shards describe.
+
+    Raises:
+        ValueError: no header does, one is damaged, or two disagree.
+    """
+    described: dict[str, Any] = {}
+    aliases: dict[str, str] = {}
+    own = [header for header in headers if METADATA_KEY in header]
+    for header in own or [{}]:
+        tensors, names = parse_metadata(header)
+        for found, new in ((described, tensors), (aliases, names)):
+            for name, value in new.items():
+                if found.setdefault(name, value) != value:
+                    raise ValueError(f"two shards describe {name!r} differently; save the checkpoint anew")
+    return described, aliases
+
+
 class Own:
     name = "mxquant"
 
     def recognizes(self, checkpoint: Checkpoint) -> bool:
         method = checkpoint.quantization_config.get("quant_method")
-        return method == self.name or (method is None and METADATA_KEY in checkpoint.metadata)
+        return method == self.name or (method is None and any(METADATA_KEY in header for header in checkpoint.headers))
 
     def read(self, checkpoint: Checkpoint) -> Reading:
-        described, aliases = parse_metadata(checkpoint.metadata)
+        described, aliases = described_in(checkpoint.headers)
         stored = []
         for name, fields in described.items():
             metadata, shape = metadata_from_fields(fields)
@@ -51,7 +69,7 @@ class Own:
     def activation_scale_mode(self, activation: str) -> str | None:
         return None
 
-    def encode(self, name: str, weight: MXTensor) -> dict[str, Tensor]:
+    def encode(self, name: str, weight: MXTensor, known: Mapping[str, Tensor]) -> dict[str, Tensor]:
         canonical = weight.canonical()
         parts = ((part, getattr(canonical, part)) for part in SAVED_PARTS)
         return {f"{name}.{part}": inner for part, inner in parts if inner is not None}

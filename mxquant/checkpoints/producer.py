@@ -48,8 +48,11 @@ class Producer(Protocol):
     def activation_scale_mode(self, activation: str) -> str | None:
         """The scale mode that the producer's files imply for activations of a format."""
 
-    def encode(self, name: str, weight: MXTensor) -> dict[str, Tensor]:
+    def encode(self, name: str, weight: MXTensor, known: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The tensors that the files hold for a weight, views of its own where they can be.
+
+        Args:
+            known: divisors that the weights came from, by their names in the files.
 
         Raises:
             NotImplementedError: the files cannot hold it; the message says what would be lost.

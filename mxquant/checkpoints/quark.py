@@ -47,7 +47,7 @@ class Quark:
     def activation_scale_mode(self, activation: str) -> str | None:
         return "even"
 
-    def encode(self, name: str, weight: MXTensor) -> dict[str, Tensor]:
+    def encode(self, name: str, weight: MXTensor, known: Mapping[str, Tensor]) -> dict[str, Tensor]:
         check_matrix(self.name, name, weight, _DTYPES)
         if weight.activation is not None and weight.activation not in _DTYPES:
             refuse(

@@ -34,19 +34,23 @@ class TorchAO:
 
     def recognizes(self, checkpoint: Checkpoint) -> bool:
         method = checkpoint.quantization_config.get("quant_method")
-        return method == self.name or (method is None and "tensor_names" in checkpoint.metadata)
+        return method == self.name or (
+            method is None and any("tensor_names" in header for header in checkpoint.headers)
+        )
 
     def read(self, checkpoint: Checkpoint) -> Reading:
-        names = _json(checkpoint, "tensor_names")
-        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-            raise ValueError(f"tensor_names in the header is {names!r}; it is a list of names")
-        described = {name: _json(checkpoint, name) for name in names}
+        described: dict[str, dict[str, Any]] = {}
+        for header in checkpoint.headers:
+            names = _json(header, "tensor_names")
+            if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+                raise ValueError(f"tensor_names in the header is {names!r}; it is a list of names")
+            described |= {name: _json(header, name) for name in names}
         return Reading([_stored(name, found) for name, found in described.items() if found.get("_type") != "Tensor"])
 
     def activation_scale_mode(self, activation: str) -> str | None:
         return None
 
-    def encode(self, name: str, weight: MXTensor) -> dict[str, Tensor]:
+    def encode(self, name: str, weight: MXTensor, known: Mapping[str, Tensor]) -> dict[str, Tensor]:
         _refuse(name, weight)
 
     def config(self, weights: Mapping[str, MXTensor], ordinary: Iterable[str]) -> dict[str, dict[str, Any]]:
@@ -60,9 +64,9 @@ def _refuse(name: str, weight: MXTensor) -> NoReturn:
     )
 
 
-def _json(checkpoint: Checkpoint, key: str) -> Any:
+def _json(header: Mapping[str, str], key: str) -> Any:
     try:
-        content = json.loads(checkpoint.metadata[key])
+        content = json.loads(header[key])
     except (KeyError, ValueError, RecursionError) as error:
         raise ValueError(f"the header's metadata {key!r} is missing or damaged: {error!r}; save anew") from error
     if key != "tensor_names" and not isinstance(content, dict):

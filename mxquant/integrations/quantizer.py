@@ -20,7 +20,8 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from mxquant.api import check_weight, dequantize_, record_skips
 from mxquant.backends.base import Operand
-from mxquant.checkpoints.files import metadata_of
+from mxquant.checkpoints.files import headers_of
+from mxquant.checkpoints.own import described_in
 from mxquant.config import CONFIG_FIELDS, _MXConfig, resolve_mapping
 from mxquant.formats import get_format
 from mxquant.modules.experts_weight import quantize_experts
@@ -29,7 +30,7 @@ from mxquant.select import Plan, Target, select
 from mxquant.tensor import Metadata, MXTensor, as_weight, flatten_state_dict
 from mxquant.tensor.construct import check_operand
 from mxquant.tensor.metadata import metadata_from_fields
-from mxquant.tensor.state import SAVED_PARTS, parse_metadata
+from mxquant.tensor.state import SAVED_PARTS
 
 NAME = "mxquant"
 VERSION = 1
@@ -102,7 +103,7 @@ class MXQuantizer(HfQuantizer):
         self, model: nn.Module, checkpoint_files: list[str] | None = None, **kwargs: Any
     ) -> nn.Module:
         if self.pre_quantized:
-            described, _ = parse_metadata(metadata_of(checkpoint_files or []))
+            described, _ = described_in(headers_of(checkpoint_files or []))
             for name, fields in described.items():
                 metadata, shape = metadata_from_fields(fields)
                 if shape is None:
