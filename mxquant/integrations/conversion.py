@@ -2,14 +2,14 @@
 
 transformers knows it, for each class of models: renamings and converters (`transformers.conversion_mapping`). Tools
 that take experts apart name them gate_proj, up_proj and down_proj, whatever the checkpoint of the family calls them:
-`key_mapping` leads those names to the family's.
+`role_names` leads those names to the family's.
 """
 
 from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +20,10 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import MergeModulelist, WeightConverter, WeightRenaming, rename_source_key
 
 CONVERSIONS = "_mxquant_conversions"
-"""The attribute of a model that `from_pretrained` made, with the conversions by which it was loaded."""
+"""The attribute of a model that `from_pretrained` made: the conversions by which transformers loaded it, without those
+of `ROLES`."""
+ROLES = "_mxquant_expert_names"
+"""The attribute of such a model: `role_names` of its checkpoint."""
 _TAKEN_APART = re.compile(r"\.experts\.\d+\.(gate_proj|up_proj|down_proj)\.weight$")
 _ROLES = {"gate_up_proj": ("gate_proj", "up_proj"), "up_proj": ("up_proj",), "down_proj": ("down_proj",)}
 
@@ -62,11 +65,37 @@ def skeleton(config: Any) -> nn.Module:
         return cls.from_config(config) if cls is AutoModelForCausalLM else cls(config)
 
 
-def key_mapping(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
-    """Renamings of experts that were taken apart to what the checkpoints of this family call them; maybe none."""
+def key_mapping(roles: Mapping[str, str]) -> dict[str, str]:
+    """`role_names` as transformers' `from_pretrained` takes renamings."""
+    return {_named(role, r"(\d+)"): rf".experts.\1.{leaf}.weight" for role, leaf in roles.items()}
+
+
+def with_role_names(name: str, roles: Mapping[str, str]) -> str:
+    """The name that a tensor had before `key_mapping`."""
+    for role, leaf in roles.items():
+        renamed = re.sub(_named(leaf, r"(\d+)") + "$", rf".experts.\1.{role}.weight", name)
+        if renamed != name:
+            return renamed
+    return name
+
+
+def _named(leaf: str, number: str) -> str:
+    return rf"\.experts\.{number}\.{leaf}\.weight"
+
+
+def loading_conversions(conversions: Iterable[Any] | None, roles: Mapping[str, str]) -> list[Any] | None:
+    """The conversions that a model was loaded by, but those of `key_mapping`."""
+    if conversions is None:
+        return None
+    ours = set(key_mapping(roles))
+    return [entry for entry in conversions if not ours & set(entry._original_source_patterns)]
+
+
+def role_names(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
+    """For experts that were taken apart: what the checkpoints of this family call each role; empty where it is that."""
     if not any(_TAKEN_APART.search(name) for name in names):
         return {}
-    renamings: dict[str, str] = {}
+    found: dict[str, str] = {}
     for converter in get_model_conversion_mapping(model):
         if not isinstance(converter, WeightConverter) or not _merges(converter):
             continue
@@ -74,8 +103,8 @@ def key_mapping(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
         for role, source in zip(roles, converter.source_patterns, strict=len(roles) == len(converter.source_patterns)):
             leaf = source.removesuffix(".weight").rpartition(".")[2]
             if leaf != role:
-                renamings[rf"\.experts\.(\d+)\.{role}\.weight"] = rf".experts.\1.{leaf}.weight"
-    return renamings
+                found[role] = leaf
+    return found
 
 
 def _merges(converter: WeightConverter) -> bool:
@@ -94,7 +123,7 @@ def sources_of(model: nn.Module, names: Iterable[str]) -> dict[str, Source]:
     from transformers.core_model_loading import dot_natural_key
 
     names = sorted(names, key=dot_natural_key)
-    mapping = [WeightRenaming(k, v) for k, v in key_mapping(model, names).items()]
+    mapping = [WeightRenaming(k, v) for k, v in key_mapping(role_names(model, names)).items()]
     mapping += get_model_conversion_mapping(model)
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]

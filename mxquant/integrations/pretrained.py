@@ -58,7 +58,7 @@ def from_pretrained(
     model = conversion.skeleton(config)
     sources = conversion.sources_of(model, content.names)
     _check_shapes(model, content, sources)
-    renamings = conversion.key_mapping(model, content.names)
+    roles = conversion.role_names(model, content.names)
     del model
     loaded, info = conversion.model_class(config).from_pretrained(
         None,
@@ -66,7 +66,7 @@ def from_pretrained(
         state_dict=_lazy_state(content, sources),
         dtype=content.dtype if dtype == "auto" else dtype,
         device_map=device_map,
-        key_mapping=renamings or None,
+        key_mapping=conversion.key_mapping(roles) or None,
         output_loading_info=True,
         **options,
     )
@@ -74,20 +74,21 @@ def from_pretrained(
     _serve(loaded, backend)
     _load_generation_config(loaded, content.checkpoint.path)
     if content.quantized:
-        _mark(loaded, content)
+        _mark(loaded, content, roles)
     return loaded
 
 
-def _mark(model: Any, content: Content) -> None:
+def _mark(model: Any, content: Content, roles: dict[str, str]) -> None:
     """Leave with a model what saving it needs to know."""
-    from mxquant.integrations.conversion import CONVERSIONS
+    from mxquant.integrations.conversion import CONVERSIONS, ROLES, loading_conversions
     from mxquant.integrations.transformers import MXQuantConfig, MXQuantizer
 
     model.config.quantization_config = MXQuantConfig()
     model.hf_quantizer = MXQuantizer(model.config.quantization_config, pre_quantized=True)
     model.is_quantized, model.quantization_method = True, "mxquant"
     # What transformers saves has merged experts; only `save_pretrained` for another producer takes them apart.
-    remembered = {ORIGIN: Origin.of(content), CONVERSIONS: vars(model).get("_weight_conversions")}
+    conversions = loading_conversions(vars(model).get("_weight_conversions"), roles)
+    remembered = {ORIGIN: Origin.of(content), CONVERSIONS: conversions, ROLES: roles}
     vars(model).update(remembered | {"_weight_conversions": []})
 
 

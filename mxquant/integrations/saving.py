@@ -106,9 +106,12 @@ def _family_names(model: Any, state: dict[str, Tensor], *, as_loaded: bool) -> d
     """
     from transformers.core_model_loading import revert_weight_conversion
 
+    from mxquant.integrations.conversion import ROLES, with_role_names
+
     with _conversions(model, as_loaded):
         reverted: dict[str, Tensor] = revert_weight_conversion(model, state)
-    return reverted
+    roles = vars(model).get(ROLES) if as_loaded else None
+    return {with_role_names(name, roles or {}): tensor for name, tensor in reverted.items()}
 
 
 @contextlib.contextmanager
