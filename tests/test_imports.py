@@ -29,6 +29,8 @@ ALLOWED = {
     "api": BELOW_API,
     "integrations": BELOW_API | {"api", "checkpoints"},
     "__init__": BELOW_API | {"api", "checkpoints", "integrations"},
+    "cli": BELOW_API | {"api", "checkpoints", "integrations"},
+    "__main__": {"cli"},
 }
 
 # Loaded on demand only. torch and torchao load some of these themselves; what counts is what mxquant adds.
