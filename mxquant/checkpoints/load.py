@@ -80,8 +80,7 @@ def read_content(path: str | os.PathLike[str]) -> Content:
         NotImplementedError: an unknown producer, or a scheme that mxquant does not compute.
     """
     checkpoint = open_checkpoint(path)
-    producer = producer_of(checkpoint)
-    reading = Reading([]) if producer is None else producer.read(checkpoint)
+    producer, reading = _read_configs(checkpoint)
     quantized: dict[str, Stored] = {}
     used: dict[str, str] = {}
     for stored in reading.stored:
@@ -109,6 +108,19 @@ def read_content(path: str | os.PathLike[str]) -> Content:
         )
     dtype = _model_dtype(checkpoint)
     return Content(checkpoint, producer, quantized, ordinary, dict(reading.left_out), reading.aliases, dtype)
+
+
+def _read_configs(checkpoint: Checkpoint) -> tuple[Producer | None, Reading]:
+    """Whose files they are, and which tensors are quantized. A config comes from anybody: a value of a wrong type is
+    an error of its own there, not of the code that expects another.
+    """
+    try:
+        producer = producer_of(checkpoint)
+        return producer, Reading([]) if producer is None else producer.read(checkpoint)
+    except (TypeError, AttributeError, LookupError) as error:
+        raise ValueError(
+            f"the quantization config of {checkpoint.path} is damaged ({type(error).__name__}: {error}); get it anew"
+        ) from error
 
 
 def load_state(path: str | os.PathLike[str]) -> dict[str, Tensor]:

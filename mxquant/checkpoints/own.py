@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from mxquant.backends.base import CANONICAL
 from mxquant.checkpoints.files import Checkpoint
 from mxquant.checkpoints.producer import Reading
 from mxquant.checkpoints.stored import Stored
@@ -45,8 +46,8 @@ class Own:
         stored = []
         for name, fields in described.items():
             metadata, shape = metadata_from_fields(fields)
-            if shape is None:
-                raise ValueError(f"the metadata of {name!r} lacks its shape: {fields!r}")
+            if shape is None or metadata.layout != CANONICAL:
+                raise ValueError(f"the metadata of {name!r} lacks its shape, or its layout is not saved so: {fields!r}")
             optional = {
                 part: f"{name}.{part}" if f"{name}.{part}" in checkpoint.tensors else None for part in SAVED_PARTS[2:]
             }
