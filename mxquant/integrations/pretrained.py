@@ -58,6 +58,7 @@ def from_pretrained(
     model = conversion.skeleton(config)
     sources = conversion.sources_of(model, content.names)
     _check_shapes(model, content, sources)
+    _check_static_scales(content, sources)
     roles = conversion.role_names(model, content.names)
     del model
     loaded, info = conversion.model_class(config).from_pretrained(
@@ -136,6 +137,22 @@ def _check_shapes(model: nn.Module, content: Content, sources: Mapping[str, Any]
                 f"{source.names[0]!r} has shape {content.shape(source.names[0])}, the model's {target!r} {shape}; "
                 "config.json and the weights are not of one model"
             )
+
+
+def _check_static_scales(content: Content, sources: Mapping[str, Any]) -> None:
+    """Of matrices that are merged to one, which sees one input: an expert's gate and up."""
+    reader = Reader(content.checkpoint)
+    for target, source in sources.items():
+        parts = source.converter.source_patterns if source.converter is not None else []
+        columns = [[n for n, p in zip(source.names, source.patterns, strict=True) if p == part] for part in parts]
+        for names in zip(*columns, strict=False):
+            stored = [content.quantized.get(name) for name in names]
+            scales = [reader.read(s.activation_scale).item() for s in stored if s is not None and s.activation_scale]
+            if len(set(scales)) > 1:
+                raise NotImplementedError(
+                    f"{' and '.join(names)} have different static activation scales {scales}, but are one matrix of "
+                    f"{target!r} here and see one input; calibrate them together, or edit the file to have one scale"
+                )
 
 
 def _check_loaded(info: Mapping[str, Any]) -> None:
