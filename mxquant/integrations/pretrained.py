@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -44,11 +45,12 @@ def from_pretrained(
         FileNotFoundError: there is no checkpoint, or no config.json.
         ValueError: damaged, missing or superfluous tensors, found before anything large is allocated; a backend that
             cannot compute the weights.
-        NotImplementedError: an unknown producer, or a scheme that mxquant does not compute.
+        NotImplementedError: an unknown producer, a scheme that mxquant does not compute, a module sent to the disk.
         ImportError: transformers is not installed.
     """
     from mxquant.integrations import conversion
 
+    _check_device_map(device_map)
     content = read_content(path)
     if not content.checkpoint.config:
         raise FileNotFoundError(
@@ -61,16 +63,17 @@ def from_pretrained(
     _check_static_scales(content, sources)
     roles = conversion.role_names(model, content.names)
     del model
-    loaded, info = conversion.model_class(config).from_pretrained(
-        None,
-        config=config,
-        state_dict=_lazy_state(content, sources),
-        dtype=content.dtype if dtype == "auto" else dtype,
-        device_map=device_map,
-        key_mapping=conversion.key_mapping(roles) or None,
-        output_loading_info=True,
-        **options,
-    )
+    with _one_at_a_time():
+        loaded, info = conversion.model_class(config).from_pretrained(
+            None,
+            config=config,
+            state_dict=_lazy_state(content, sources),
+            dtype=content.dtype if dtype == "auto" else dtype,
+            device_map=device_map,
+            key_mapping=conversion.key_mapping(roles) or None,
+            output_loading_info=True,
+            **options,
+        )
     _check_loaded(info)
     _serve(loaded, backend)
     _load_generation_config(loaded, content.checkpoint.path)
@@ -91,6 +94,31 @@ def _mark(model: Any, content: Content, roles: dict[str, str]) -> None:
     conversions = loading_conversions(vars(model).get("_weight_conversions"), roles)
     remembered = {ORIGIN: Origin.of(content), CONVERSIONS: conversions, ROLES: roles}
     vars(model).update(remembered | {"_weight_conversions": []})
+
+
+def _check_device_map(device_map: Any) -> None:
+    if isinstance(device_map, Mapping) and "disk" in device_map.values():
+        raise NotImplementedError(
+            "device_map sends modules to the disk, where transformers keeps ordinary arrays; send them to the cpu: "
+            "weights that are not merged stay views of the files there"
+        )
+
+
+@contextlib.contextmanager
+def _one_at_a_time() -> Iterator[None]:
+    """Keep transformers' threads from reading ahead: mapped files gain nothing by it, and all experts would be mapped
+    before the first are merged.
+    """
+    name = "HF_DEACTIVATE_ASYNC_LOAD"
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
 
 
 class _Lazy:
