@@ -74,7 +74,7 @@ def quantize_(
     batches = check_calibration(calibration, plan.targets, device)
     _warn_of_experts(plan.skips)
     _swap(plan.targets, device, model, batches)
-    _record_skips(plan)
+    record_skips(plan)
 
 
 def dequantize_(model: nn.Module) -> None:
@@ -261,7 +261,8 @@ def _forget_skip(site: Site) -> None:
         site.module.__dict__.pop(SKIP_REASON, None)
 
 
-def _record_skips(plan: Plan) -> None:
+def record_skips(plan: Plan) -> None:
+    """Leave with each module why parameters of its own are not quantized, for `summary`."""
     for skip in plan.skips:
         if not _is_quantized(skip.parameter):
             for site in skip.sites:

@@ -19,7 +19,7 @@ SKIP_REASON = "_mxquant_skipped"
 """The attribute of a module that says why `quantize_` left parameters of its own as they are: a few words by name."""
 
 _CHUNK_ELEMENTS = 1 << 20
-_NUMBERS = ("bits", "bytes", "SQNR dB", "output SQNR dB")
+_NUMBERS = ("bits", "bytes", "SQNR dB", "output SQNR dB", "differing bytes")
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class Summary:
         return 8 * sum(row.nbytes for row in self.quantized) / weights if weights else None
 
     def __str__(self) -> str:
-        return "\n\n".join([*(_text_table(headers, rows) for headers, rows in self._tables()), self._totals()])
+        return "\n\n".join([*(text_table(headers, rows) for headers, rows in self._tables()), self._totals()])
 
     def plot(self) -> Any:
         """A matplotlib figure of each quantized weight's SQNR, and its outputs' where known.
@@ -149,7 +149,7 @@ class Explanation:
     """Of the other quantized weights of a block of experts."""
 
     def __str__(self) -> str:
-        own = f"{self._title()}\n{_text_table(['backend', 'verdict'], self.backends)}"
+        own = f"{self._title()}\n{text_table(['backend', 'verdict'], self.backends)}"
         return "\n\n".join([own, *map(str, self.others)])
 
     def _repr_html_(self) -> str:
@@ -270,7 +270,7 @@ def _sizes(shape: tuple[int, ...]) -> str:
     return " x ".join(map(str, shape))
 
 
-def _text_table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def text_table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """A table in plain ASCII, as wide as its contents, that Markdown takes too."""
     from rich import box
     from rich.console import Console

@@ -55,6 +55,11 @@ def check_weight(
         )
     if weight.numel() == 0:
         raise ValueError(f"{name} {shape} is empty: there is nothing to quantize; {_SKIP_IT}")
+    if stack is not None and (weight.dim() != 2 or weight.shape[0] % stack):
+        raise ValueError(
+            f"{name}: shape {shape} is no stack of {stack} matrices, one below the other, as its layout's num_experts "
+            f"says; see register_experts_layout, or {_SKIP_IT}"
+        )
     _check_values(name, weight, config.rotation)
     try:
         matrices = stack if stack and k_axis == -2 else 1  # of a 2-D parameter, one below the other along K
@@ -62,7 +67,7 @@ def check_weight(
     except ValueError as error:
         raise ValueError(f"{name} {shape}: {error}, or {_SKIP_IT}") from None
     if config.backend != "auto":
-        _check_backend(name, weight, config, device, k_axis)
+        _check_backend(name, weight, config, device, k_axis, stack)
 
 
 def _check_values(name: str, weight: Tensor, rotation: int | None) -> None:
@@ -82,10 +87,13 @@ def check_stack(target: Target) -> None:
         raise ValueError(f"{target.name}: {error}; see register_experts_layout, or {_SKIP_IT}") from None
 
 
-def _check_backend(name: str, weight: Tensor, config: _MXConfig, device: torch.device | None, k_axis: int) -> None:
+def _check_backend(
+    name: str, weight: Tensor, config: _MXConfig, device: torch.device | None, k_axis: int, stack: int | None
+) -> None:
     """Ask the named backend about the weight to be, by a stand-in of its shape without values."""
     fmt = get_format(config.format)
-    physical = torch.empty(weight.shape, device="meta").movedim(k_axis, -1).shape
+    like = torch.empty(weight.shape, device="meta")
+    physical = (like if stack is None else stacked(like, stack)).movedim(k_axis, -1).shape
     *lead, length = physical
     stand_in = MXTensor.from_qdata(
         torch.empty(*lead, fmt.packed_size(length), dtype=torch.uint8, device="meta"),

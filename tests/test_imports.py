@@ -28,9 +28,12 @@ ALLOWED = {
     "validate": BELOW_ALGORITHMS,
     "algorithms": BELOW_ALGORITHMS,
     "report": {"formats", "tensor"},
+    "checkpoints": {"formats", "backends", "tensor"},
     "api": BELOW_API,
-    "integrations": BELOW_API | {"api"},
-    "__init__": BELOW_API | {"api", "integrations"},
+    "integrations": BELOW_API | {"api", "checkpoints"},
+    "__init__": BELOW_API | {"api", "checkpoints", "integrations"},
+    "cli": BELOW_API | {"api", "checkpoints", "integrations"},
+    "__main__": {"cli"},
 }
 
 # Loaded on demand only. torch and torchao load some of these themselves; what counts is what mxquant adds.

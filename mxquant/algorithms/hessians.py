@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from mxquant.algorithms.stages import Stop
 from mxquant.modules.experts import ExpertsLayout
 from mxquant.modules.experts_weight import stacked
-from mxquant.modules.moe import Routing, route
+from mxquant.modules.routing import Routing, route
 from mxquant.select import Target
 
 

@@ -1,4 +1,9 @@
-"""transformers: importing this module registers the experts implementation "mxquant".
+"""transformers: importing this module registers the quantizer and the experts implementation "mxquant".
+
+    from mxquant.integrations.transformers import MXQuantConfig
+    model = AutoModelForCausalLM.from_pretrained(name, quantization_config=MXQuantConfig("mxfp4"))
+
+A model that was saved so is loaded by `from_pretrained` alone, once this module is imported.
 
     import mxquant.integrations.transformers
     model.set_experts_implementation("mxquant")
@@ -13,10 +18,13 @@ import torch
 from torch import Tensor, nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
+from mxquant.integrations.quantizer import MXQuantConfig, MXQuantizer
 from mxquant.modules.moe import experts_forward
 from mxquant.tensor import MXTensor
 from mxquant.tensor.grouped import grouped_mm
 from mxquant.tensor.mxtensor import implements
+
+__all__ = ["NAME", "MXQuantConfig", "MXQuantizer"]
 
 NAME = "mxquant"
 

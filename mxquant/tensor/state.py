@@ -18,7 +18,7 @@ from mxquant.tensor.metadata import VERSION, metadata_from_fields, metadata_from
 from mxquant.tensor.mxtensor import EmulatedMXTensor, MXTensor
 
 METADATA_KEY = "mxquant"
-_SAVED = ("qdata", "scale", "per_tensor_scale", "activation_scale")
+SAVED_PARTS = ("qdata", "scale", "per_tensor_scale", "activation_scale")
 
 
 def flatten_state_dict(state_dict: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -49,7 +49,7 @@ def flatten_state_dict(state_dict: Mapping[str, Tensor]) -> tuple[dict[str, Tens
         if isinstance(tensor, MXTensor):
             canonical = tensor.canonical()
             described[name] = json.loads(canonical.metadata.to_json(tuple(canonical.shape)))
-            parts = {f"{name}.{part}": inner for part in _SAVED if (inner := getattr(canonical, part)) is not None}
+            parts = {f"{name}.{part}": inner for part in SAVED_PARTS if (inner := getattr(canonical, part)) is not None}
         else:
             parts = {name: tensor}
         for part, inner in parts.items():
@@ -79,13 +79,13 @@ def unflatten_state_dict(tensors: Mapping[str, Tensor], metadata: Mapping[str, s
     for given in (tensors, {} if metadata is None else metadata):  # None: a file that was saved without
         if not isinstance(given, Mapping):
             raise TypeError(f"unflatten_state_dict takes the tensors and the metadata, two mappings; got {given!r}")
-    described, aliases = _parse(metadata or {})
+    described, aliases = parse_metadata(metadata or {})
     state_dict = dict(tensors)
     for name, fields in described.items():
         parsed, shape = metadata_from_fields(fields)
         if shape is None:
             raise ValueError(f"metadata of {name!r} lacks its shape: {fields!r}")
-        inner = {part: state_dict.pop(f"{name}.{part}", None) for part in _SAVED}
+        inner = {part: state_dict.pop(f"{name}.{part}", None) for part in SAVED_PARTS}
         for part in ("qdata", "scale"):
             if inner[part] is None:
                 raise ValueError(
@@ -105,7 +105,7 @@ def unflatten_state_dict(tensors: Mapping[str, Tensor], metadata: Mapping[str, s
     return state_dict
 
 
-def _parse(metadata: Mapping[str, str]) -> tuple[dict[str, Any], dict[str, str]]:
+def parse_metadata(metadata: Mapping[str, str]) -> tuple[dict[str, Any], dict[str, str]]:
     """What `flatten_state_dict` wrote of quantized tensors, and of tied names."""
     if METADATA_KEY not in metadata:
         raise ValueError(

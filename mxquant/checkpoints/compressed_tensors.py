@@ -1,0 +1,222 @@
+"""compressed-tensors (llm-compressor, vLLM): `config_groups` of weights' and activations' schemes.
+
+| format | tensors of a module |
+|---|---|
+| mxfp4-pack-quantized, mxfp6-pack-quantized | `weight_packed` uint8 [N, bytes], `weight_scale` uint8 [N, K / 32] |
+| mxfp8-quantized | `weight` E4M3 [N, K], `weight_scale` uint8 [N, K / 32] |
+| nvfp4-pack-quantized | `weight_packed`, `weight_scale` E4M3 [N, K / 16], `weight_global_scale` fp32 [1] |
+
+With quantized activations NVFP4 has an `input_global_scale` fp32 [1] too. Values are divided by its global scales.
+
+Source: compressed-tensors 0.20 `compressors/{nvfp4,mxfp4,mxfp8}/base.py`, `quantization/quant_args.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mxquant.checkpoints.files import Checkpoint
+from mxquant.checkpoints.producer import Reading, check_matrix, check_mode, matches, module_of, one_scale, refuse
+from mxquant.checkpoints.stored import Stored
+from mxquant.formats import get_format
+from mxquant.tensor import MXTensor
+
+_FORMATS = {(4, 32): "mxfp4", (4, 16): "nvfp4", (6, 32): "mxfp6_e2m3", (8, 32): "mxfp8_e4m3"}
+_NAMES = {
+    "mxfp4": "mxfp4-pack-quantized",
+    "nvfp4": "nvfp4-pack-quantized",
+    "mxfp6_e2m3": "mxfp6-pack-quantized",
+    "mxfp8_e4m3": "mxfp8-quantized",
+}
+# `compressors/mx_utils.py` rounds every MX scale as for an E2M1 element.
+_ACTIVATION_MODES = {"mxfp4": "even", "mxfp6_e2m3": "even", "mxfp8_e4m3": "even_fp4", "nvfp4": "even"}
+_KV_SCALES = (".k_scale", ".v_scale", ".q_scale")
+
+
+class CompressedTensors:
+    name = "compressed-tensors"
+
+    def recognizes(self, checkpoint: Checkpoint) -> bool:
+        return checkpoint.quantization_config.get("quant_method") == self.name
+
+    def read(self, checkpoint: Checkpoint) -> Reading:
+        config = checkpoint.quantization_config
+        if transforms := config.get("transform_config"):
+            raise NotImplementedError(
+                f"transform_config {transforms!r}: transforms of activations are not computed here"
+            )
+        groups = _groups(config)
+        stored = [
+            _stored(module, _group_of(module, groups), checkpoint) for module in sorted(set(_modules(checkpoint)))
+        ]
+        kv = {name: "scale of a KV cache" for name in checkpoint.tensors if name.endswith(_KV_SCALES)}
+        return Reading(stored, kv)
+
+    def activation_scale_mode(self, activation: str) -> str | None:
+        return _ACTIVATION_MODES.get(activation)
+
+    def encode(self, name: str, weight: MXTensor, known: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        check_matrix(self.name, name, weight, _NAMES)
+        if weight.activation not in (None, weight.format):
+            refuse(
+                self.name,
+                name,
+                weight,
+                f"activations in {weight.activation}, another format than the weight's",
+                "quantize with activation='same' or None, or save as 'mxquant'",
+            )
+        if weight.activation is not None:
+            check_mode(self.name, name, weight, _ACTIVATION_MODES[weight.format])
+        module, canonical = module_of(name), weight.canonical()
+        codes = "weight" if weight.format == "mxfp8_e4m3" else "weight_packed"
+        qdata = canonical.qdata.view(torch.float8_e4m3fn) if codes == "weight" else canonical.qdata
+        tensors = {f"{module}.{codes}": qdata, f"{module}.weight_scale": canonical.scale}
+        if weight.format != "nvfp4":
+            return tensors
+        tensors[f"{module}.weight_scale"] = canonical.scale.view(torch.float8_e4m3fn)
+        multiplier = one_scale(self.name, name, weight, canonical.per_tensor_scale)
+        assert multiplier is not None
+        part = f"{module}.weight_global_scale"
+        tensors[part] = self._weight_divisor(name, canonical, multiplier, known.get(part))
+        if weight.activation is not None:
+            static = one_scale(self.name, name, weight, canonical.activation_scale)
+            if static is None:
+                refuse(
+                    self.name,
+                    name,
+                    weight,
+                    "activation scales that are computed at run time (its NVFP4 has calibrated ones)",
+                    "make it weight-only (activation=None), or save as 'mxquant'",
+                )
+            part = f"{module}.input_global_scale"
+            tensors[part] = _divisor(static, known.get(part))
+        return tensors
+
+    def _weight_divisor(self, name: str, weight: MXTensor, multiplier: Tensor, known: Tensor | None) -> Tensor:
+        """Refused where the weight would have other values under the nearest divisor."""
+        divisor = _divisor(multiplier, known)
+        if not torch.equal(1 / divisor.reshape(()), multiplier):
+            read = weight.rewrap(weight.operand._replace(per_tensor_scale=1 / divisor.reshape(())))
+            if not torch.equal(read.dequantize(), weight.dequantize()):
+                lost = f"the last bit of its per-tensor scale {multiplier.item()!r}, which no fp32 divisor stands for,"
+                refuse(self.name, name, weight, lost, "save as 'modelopt', which stores multipliers, or as 'mxquant'")
+        return divisor
+
+    def config(self, weights: Mapping[str, MXTensor], ordinary: Iterable[str]) -> dict[str, dict[str, Any]]:
+        schemes: dict[tuple[str, bool], list[str]] = {}
+        for name, weight in weights.items():
+            schemes.setdefault((weight.format, weight.activation is not None), []).append(module_of(name))
+        groups = {
+            f"group_{i}": {
+                "format": _NAMES[fmt],
+                "targets": ["Linear"] if len(schemes) == 1 else modules,
+                "weights": _arguments(fmt, False),
+                "input_activations": _arguments(fmt, "local" if fmt == "nvfp4" else True) if quantized else None,
+                "output_activations": None,
+            }
+            for i, ((fmt, quantized), modules) in enumerate(schemes.items())
+        }
+        names = {_NAMES[fmt] for fmt, _ in schemes}
+        return {
+            "config.json": {
+                "quant_method": self.name,
+                "format": names.pop() if len(names) == 1 else "mixed-precision",
+                "quantization_status": "compressed",
+                "config_groups": groups,
+                "ignore": sorted(ordinary),
+                "kv_cache_scheme": None,
+            }
+        }
+
+
+def _divisor(multiplier: Tensor, known: Tensor | None) -> Tensor:
+    """The fp32 number [1] whose reciprocal is nearest to `multiplier`: the one it came from, where that is known."""
+    nearest = 1 / multiplier
+    around = [torch.nextafter(nearest, nearest * factor) for factor in (0, 2)]
+    candidates = [*([known.reshape(())] if known is not None else []), nearest, *around]
+    return next((c for c in candidates if torch.equal(1 / c, multiplier)), nearest).reshape(1).clone()
+
+
+def _groups(config: Mapping[str, Any]) -> list[dict[str, Any]]:
+    groups = config.get("config_groups")
+    if not isinstance(groups, dict) or not all(isinstance(group, dict) for group in groups.values()):
+        raise ValueError(f"config_groups is {groups!r}; it is an object of groups, each with targets and weights")
+    for key, group in groups.items():
+        targets = group.get("targets")
+        if not isinstance(targets, list) or not all(isinstance(target, str) for target in targets):
+            raise ValueError(f"the targets of {key} are {targets!r}; they are a list of modules, re:... or classes")
+    return list(groups.values())
+
+
+def _group_of(module: str, groups: list[dict[str, Any]]) -> dict[str, Any]:
+    """The group that names the module; else the first whose target is a class, as "Linear" is."""
+    for group in groups:
+        if any(matches(target, module) for target in group["targets"]):
+            return group
+    for group in groups:
+        if any("." not in target and not target.startswith("re:") for target in group["targets"]):
+            return group
+    raise ValueError(f"{module} is quantized, but no group of the config has it among its targets")
+
+
+def _modules(checkpoint: Checkpoint) -> Iterator[str]:
+    for name, info in checkpoint.tensors.items():
+        if name.endswith(".weight_packed"):
+            yield name.removesuffix(".weight_packed")
+        elif name.endswith(".weight") and info.dtype.startswith("F8"):
+            yield name.removesuffix(".weight")
+
+
+def _stored(module: str, group: Mapping[str, Any], checkpoint: Checkpoint) -> Stored:
+    fmt = _format_of(module, group.get("weights"))
+    arguments = group.get("input_activations")
+    activation, static = None, None
+    if arguments is not None:
+        activation = _format_of(module, arguments)
+        is_dynamic = arguments.get("dynamic") is True
+        name = f"{module}.input_global_scale"
+        if activation == "nvfp4":
+            static = name if not is_dynamic or name in checkpoint.tensors else None
+        elif not is_dynamic:
+            raise NotImplementedError(
+                f"{module}: static scales of {activation} activations are not read: {arguments!r}"
+            )
+    packed = fmt != "mxfp8_e4m3"
+    return Stored(
+        name=f"{module}.weight",
+        format=fmt,
+        qdata=f"{module}.weight_packed" if packed else f"{module}.weight",
+        scale=f"{module}.weight_scale",
+        per_tensor_scale=f"{module}.weight_global_scale" if fmt == "nvfp4" else None,
+        activation=activation,
+        activation_scale_mode=None if activation is None else _ACTIVATION_MODES[activation],
+        activation_scale=static,
+        divisor=True,
+    )
+
+
+def _format_of(module: str, arguments: Any) -> str:
+    if isinstance(arguments, dict) and arguments.get("type") == "float" and arguments.get("symmetric") is not False:
+        fmt = _FORMATS.get((arguments.get("num_bits"), arguments.get("group_size")))  # type: ignore[arg-type]
+        if fmt is not None:
+            return fmt
+    raise NotImplementedError(
+        f"{module} has the scheme {arguments!r}; read are float schemes of (bits, group size) in {sorted(_FORMATS)}"
+    )
+
+
+def _arguments(fmt: str, dynamic: bool | str) -> dict[str, Any]:
+    spec = get_format(fmt)
+    return {
+        "num_bits": spec.element.bits,
+        "type": "float",
+        "strategy": "tensor_group" if spec.per_tensor else "group",
+        "group_size": spec.block_size,
+        "symmetric": True,
+        "dynamic": dynamic,
+        "scale_dtype": "torch.float8_e4m3fn" if spec.per_tensor else "torch.uint8",
+    }

@@ -1,0 +1,205 @@
+"""The files of a checkpoint: which tensors are stored, of what dtype and shape, before any of them is read.
+
+A checkpoint is one safetensors file, or a folder with `model.safetensors`, or one with shards and
+`model.safetensors.index.json`. Nothing is unpickled, and headers are checked against the sizes of the files (by the
+safetensors library) before anything is allocated. Tensors are views of memory-mapped files.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+_MAX_JSON_BYTES = 100 * 2**20
+"""As much as safetensors allows a header."""
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """A tensor as the header of its file declares it."""
+
+    file: str
+    dtype: str
+    """As safetensors spells it: "U8", "BF16", "F8_E4M3", ..."""
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What lies on disk; made by `open_checkpoint`."""
+
+    path: Path
+    """The folder, or the folder of the one file."""
+    tensors: dict[str, TensorInfo]
+    headers: tuple[dict[str, str], ...]
+    """The string metadata in the files' headers, each once."""
+    config: dict[str, Any]
+    """config.json; empty where there is none."""
+    hf_quant_config: dict[str, Any] | None
+    """ModelOpt's own file."""
+
+    @property
+    def quantization_config(self) -> dict[str, Any]:
+        """That of config.json, or of the language model inside it; empty where there is none."""
+        for holder in (self.config, self.config.get("text_config")):
+            found = holder.get("quantization_config") if isinstance(holder, dict) else None
+            if found is not None:
+                return _object(found, self.path / "config.json", "quantization_config")
+        return {}
+
+    @property
+    def nbytes(self) -> int:
+        return sum((self.path / file).stat().st_size for file in {info.file for info in self.tensors.values()})
+
+
+class Reader:
+    """Reads tensors of one checkpoint, as views of its mapped files, which stay mapped while a view of them lives."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._checkpoint = checkpoint
+        self._handles: dict[str, Any] = {}
+
+    def read(self, name: str) -> Tensor:
+        file = self._checkpoint.tensors[name].file
+        if file not in self._handles:
+            self._handles[file] = _open(self._checkpoint.path / file)
+        try:
+            tensor: Tensor = self._handles[file].get_tensor(name)
+        except Exception as error:
+            raise ValueError(f"tensor {name!r} of {file} cannot be read: {error}; download the file anew") from error
+        return tensor
+
+
+def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
+    """Read the headers and configs of a checkpoint.
+
+    Args:
+        path: a folder, or one safetensors file.
+
+    Raises:
+        FileNotFoundError: there is no checkpoint.
+        ValueError: a file is damaged, or the files do not agree with each other.
+    """
+    given = Path(path)
+    if given.is_file():
+        folder, files, listed = given.parent, [given.name], None
+    elif given.is_dir():
+        folder = given
+        files, listed = _files_of(folder)
+    else:
+        raise FileNotFoundError(f"{given} is neither a folder nor a file; name the folder of a checkpoint")
+    tensors: dict[str, TensorInfo] = {}
+    headers: list[dict[str, str]] = []
+    for file in files:
+        _add(folder, file, tensors, headers)
+    if listed is not None:
+        _check_index(listed, tensors)
+    config = json_of(folder / "config.json") if given.is_dir() else None
+    hf_quant = json_of(folder / "hf_quant_config.json") if given.is_dir() else None
+    return Checkpoint(folder, tensors, tuple(headers), config or {}, hf_quant)
+
+
+def headers_of(files: Iterable[str | os.PathLike[str]]) -> list[dict[str, str]]:
+    """The string metadata in the headers of safetensors files, each once.
+
+    Raises:
+        ValueError: a file is damaged.
+    """
+    headers: list[dict[str, str]] = []
+    for file in map(Path, files):
+        _add(file.parent, file.name, {}, headers)
+    return headers
+
+
+def _files_of(folder: Path) -> tuple[list[str], dict[str, str] | None]:
+    """The names of the weights' files, and the index where there is one."""
+    if (folder / INDEX).exists():
+        listed = _weight_map(folder)
+        return sorted(set(listed.values())), listed
+    if (folder / WEIGHTS).exists():
+        return [WEIGHTS], None
+    others = sorted(file.name for file in folder.glob("*.safetensors"))
+    if len(others) == 1:
+        return others, None
+    pickled = [file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in folder.glob(pattern)]
+    hint = f"; {pickled[0]} is a pickle, which is never read: convert it to safetensors" if pickled else ""
+    raise FileNotFoundError(f"{folder} has neither {WEIGHTS} nor {INDEX} (safetensors there: {others}){hint}")
+
+
+def _weight_map(folder: Path) -> dict[str, str]:
+    content = json_of(folder / INDEX) or {}
+    weight_map = content.get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ValueError(f"{folder / INDEX} has no weight_map of tensors to files; download it anew")
+    for name, file in weight_map.items():
+        if not isinstance(file, str) or Path(file).name != file or "\\" in file or not file.endswith(".safetensors"):
+            raise ValueError(
+                f"{folder / INDEX} says that {name!r} is in {file!r}; only safetensors files beside the index are read"
+            )
+        if not (folder / file).is_file():
+            raise ValueError(f"{folder / INDEX} says that {name!r} is in {file!r}, which is missing; download it")
+    return weight_map
+
+
+def _check_index(listed: dict[str, str], tensors: dict[str, TensorInfo]) -> None:
+    for name, file in listed.items():
+        if name not in tensors or tensors[name].file != file:
+            raise ValueError(f"the index says that {name!r} is in {file}, which does not have it; download both anew")
+    if extra := tensors.keys() - listed.keys():
+        name = min(extra)
+        raise ValueError(f"{tensors[name].file} holds {name!r}, which the index does not list; download both anew")
+
+
+def _add(folder: Path, file: str, tensors: dict[str, TensorInfo], headers: list[dict[str, str]]) -> None:
+    handle = _open(folder / file)
+    for name in handle.keys():  # noqa: SIM118 - a safe_open handle is no mapping
+        if name in tensors:
+            raise ValueError(f"{name!r} is both in {tensors[name].file} and in {file}; one of them must go")
+        declared = handle.get_slice(name)
+        tensors[name] = TensorInfo(file, str(declared.get_dtype()), tuple(declared.get_shape()))
+    header = {key: value for key, value in (handle.metadata() or {}).items() if key != "format"}
+    if header and header not in headers:
+        headers.append(header)
+
+
+def _open(file: Path) -> Any:
+    from safetensors import safe_open
+
+    try:
+        return safe_open(file, "pt")
+    except Exception as error:
+        raise ValueError(f"{file} is no intact safetensors file: {error}; download it anew") from error
+
+
+def json_of(file: Path) -> dict[str, Any] | None:
+    """The object in a JSON file; None where there is no such file."""
+    if not file.is_file():
+        return None
+    if (size := file.stat().st_size) > _MAX_JSON_BYTES:
+        raise ValueError(f"{file} has {size:,} bytes; a config or index has at most {_MAX_JSON_BYTES:,}")
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"), object_pairs_hook=_without_duplicates)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{file} is no intact JSON: {error}; download it anew") from error
+    return _object(content, file, "the content")
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"{next(name for name in names if names.count(name) > 1)!r} is there twice")
+    return found
+
+
+def _object(content: Any, file: Path, what: str) -> dict[str, Any]:
+    if not isinstance(content, dict):
+        raise ValueError(f"{what} of {file} is no JSON object but {type(content).__name__}; download it anew")
+    return content

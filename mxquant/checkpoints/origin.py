@@ -1,0 +1,60 @@
+"""What a model remembers of the checkpoint that it came from, so that saving it gives the same bytes.
+
+An MXTensor holds multipliers in fp32. A producer that stores divisors, or a scale for the KV cache, or a config with
+its own version and observers, wrote what cannot be told from the tensors; it is kept here, and used again for a weight
+that is still as it was.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mxquant.checkpoints.files import Reader
+from mxquant.checkpoints.load import Content
+
+ORIGIN = "_mxquant_origin"
+"""The attribute of a model that has its `Origin`."""
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a model's tensors came from."""
+
+    producer: str
+    quantization_config: dict[str, Any]
+    hf_quant_config: dict[str, Any] | None
+    schemes: dict[str, tuple[Any, ...]]
+    """Format and rule for activations of each quantized weight, by its name in the files."""
+    divisors: dict[str, Tensor] = field(default_factory=dict)
+    """Scales that are stored as divisors, by their names in the files."""
+    left_out: dict[str, Tensor] = field(default_factory=dict)
+    """Tensors that are no part of the model."""
+    dtypes: dict[str, torch.dtype] = field(default_factory=dict)
+    """Of the tensors that are not quantized."""
+
+    @classmethod
+    def of(cls, content: Content) -> Origin:
+        checkpoint, reader = content.checkpoint, Reader(content.checkpoint)
+        assert content.producer is not None
+        divisors = {
+            part: reader.read(part).clone()
+            for stored in content.quantized.values()
+            if stored.divisor
+            for part in stored.parts[2:]
+        }
+        return cls(
+            content.producer.name,
+            checkpoint.quantization_config,
+            checkpoint.hf_quant_config,
+            {
+                name: (s.format, s.activation, s.activation_scale_mode, s.activation_scale is not None)
+                for name, s in content.quantized.items()
+            },
+            divisors,
+            {name: reader.read(name).clone() for name in content.left_out},
+            {name: reader.read(file_name).dtype for name, file_name in content.ordinary.items()},
+        )

@@ -1,0 +1,136 @@
+"""What each file format of a producer answers for: to recognize it, to read it, and to write it."""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NoReturn, Protocol
+
+from torch import Tensor
+
+from mxquant.checkpoints.files import Checkpoint
+from mxquant.checkpoints.stored import Stored
+from mxquant.formats import get_format
+from mxquant.tensor import MXTensor
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What a producer finds in its files."""
+
+    stored: list[Stored]
+    left_out: dict[str, str] = field(default_factory=dict)
+    """Tensors that are no part of the weights, with the reason: scales of a KV cache."""
+    renamed: dict[str, str] = field(default_factory=dict)
+    """Ordinary tensors whose names in the files are not their own."""
+    aliases: dict[str, str] = field(default_factory=dict)
+    """Tied names: each with the name that it stands for."""
+
+
+class Producer(Protocol):
+    """One producer's files."""
+
+    name: str
+
+    def recognizes(self, checkpoint: Checkpoint) -> bool:
+        """Whether the files say that they are this producer's."""
+
+    def read(self, checkpoint: Checkpoint) -> Reading:
+        """The quantized weights.
+
+        Raises:
+            ValueError: the config is damaged.
+            NotImplementedError: it asks for what mxquant does not compute.
+        """
+
+    def activation_scale_mode(self, activation: str) -> str | None:
+        """The scale mode that the producer's files imply for activations of a format."""
+
+    def encode(self, name: str, weight: MXTensor, known: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The tensors that the files hold for a weight, views of its own where they can be.
+
+        Args:
+            known: divisors that the weights came from, by their names in the files.
+
+        Raises:
+            NotImplementedError: the files cannot hold it; the message says what would be lost.
+        """
+
+    def config(self, weights: Mapping[str, MXTensor], ordinary: Iterable[str]) -> dict[str, dict[str, Any]]:
+        """The JSON objects to write, by file: "config.json" stands for its `quantization_config` alone.
+
+        Args:
+            ordinary: the modules whose weights are matrices and not quantized.
+        """
+
+
+def matches(pattern: str, name: str) -> bool:
+    """Whether an entry of a list of modules means the module `name`: "re:" and a regular expression from the start of
+    the name, a glob, or the name itself.
+
+    Raises:
+        ValueError: no regular expression.
+    """
+    if pattern.startswith("re:"):
+        try:
+            return re.match(pattern[3:], name) is not None
+        except re.error as error:
+            raise ValueError(f"{pattern!r} in the checkpoint's config is no regular expression: {error}") from None
+    return fnmatch.fnmatchcase(name, pattern)
+
+
+def module_of(name: str) -> str:
+    """The module of a weight's name."""
+    return name.removesuffix(".weight")
+
+
+def refuse(producer: str, name: str, weight: MXTensor, lost: str, remedy: str) -> NoReturn:
+    raise NotImplementedError(f"{producer} files cannot hold {name} {weight!r}: {lost} would be lost; {remedy}")
+
+
+def check_matrix(producer: str, name: str, weight: MXTensor, formats: Iterable[str], *, stacks: bool = False) -> None:
+    """Refuse a weight that is no matrix of whole blocks in one of `formats`."""
+    fmt = get_format(weight.format)
+    accepted = ", ".join(formats)
+    if weight.format not in formats:
+        refuse(producer, name, weight, "its codes", f"quantize it to one of {accepted}, or save as 'mxquant'")
+    if not name.endswith(".weight") and not stacks:
+        refuse(producer, name, weight, "a stack of experts", "save as 'mxquant', which holds stacks as they are")
+    if weight.dim() != 2 and not (stacks and weight.dim() == 3):
+        refuse(producer, name, weight, f"its shape of {weight.dim()} axes", "save as 'mxquant'")
+    assert fmt.block_size is not None
+    if weight.axis != -1:
+        refuse(producer, name, weight, "its blocks along another axis than the last", "save as 'mxquant'")
+    if weight.shape[-1] % fmt.block_size or weight.metadata.block_offset:
+        refuse(
+            producer, name, weight, f"a partial block of {fmt.block_size}", "leave it unquantized, or save as 'mxquant'"
+        )
+
+
+def one_scale(producer: str, name: str, weight: MXTensor, scale: Tensor | None) -> Tensor | None:
+    """A per-tensor or static scale as one 0-dim number.
+
+    Raises:
+        NotImplementedError: parts of the weight have different ones.
+    """
+    if scale is None:
+        return None
+    first = scale.flatten()[0]
+    if bool((scale != first).any()):
+        refuse(producer, name, weight, "different per-tensor scales of its rows", "save as 'mxquant'")
+    return first.clone()
+
+
+def check_mode(producer: str, name: str, weight: MXTensor, implied: str | None) -> None:
+    """Refuse a scale mode of activations that the files have no field for and do not imply."""
+    mode = weight.metadata.activation_scale_mode
+    if mode != implied:
+        refuse(
+            producer,
+            name,
+            weight,
+            f"activation_scale_mode {mode!r} (its readers take {implied!r})",
+            f"quantize with activation_scale_mode={implied!r}, or weight-only, or save as 'mxquant'",
+        )

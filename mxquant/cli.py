@@ -1,0 +1,280 @@
+"""The command line: `python -m mxquant {quantize, inspect, report, explain}`.
+
+Exit codes: 0 done, 1 refused or damaged (the reason on stderr), 2 wrong usage, 130 interrupted. With `--json` stdout is
+one JSON object and nothing else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import math
+import os
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mxquant.api import explain
+from mxquant.checkpoints import PRODUCERS, Content, get_producer, read_content
+from mxquant.checkpoints.compare import Comparison, TensorDifference, compare
+from mxquant.config import resolve_config
+from mxquant.formats import WEIGHT_FORMATS, get_format
+from mxquant.report import text_table
+
+_ERRORS = (ValueError, TypeError, NotImplementedError, OSError, ImportError, RuntimeError)
+_FORMATS = (*WEIGHT_FORMATS, "mxfp6", "mxfp8")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command.
+
+    Args:
+        arguments: without the program's name; None: `sys.argv`.
+
+    Returns:
+        the exit code; wrong usage exits by itself, with 2.
+    """
+    options = _parser().parse_args(arguments)
+    logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING, stream=sys.stderr)
+    try:
+        result, text = options.command(options)
+    except KeyboardInterrupt:
+        print("interrupted; nothing was written", file=sys.stderr)
+        return 130
+    except _ERRORS as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    try:
+        print(json.dumps(result, indent=2) if options.json else text)
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader has seen enough, as `head` has
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m mxquant",
+        description="Quantize checkpoints to MXFP4, MXFP6, MXFP8 and NVFP4, and look into them.",
+        epilog="exit codes: 0 done, 1 refused or damaged, 2 wrong usage, 130 interrupted",
+    )
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    _add_quantize(commands)
+    inspect = _add(commands, "inspect", _inspect, "what a checkpoint holds, by its headers; no model code is needed")
+    inspect.add_argument("path", metavar="PATH", help="a folder, or one safetensors file")
+    report = _add(commands, "report", _report, "SQNR and differing bytes of each tensor that two checkpoints have")
+    report.add_argument("first", metavar="A", help="the reference")
+    report.add_argument("second", metavar="B", help="what stands in for it")
+    explained = _add(commands, "explain", _explain, "which backend computes each kind of weight on a device, and why")
+    explained.add_argument("path", metavar="PATH", help="a folder, or one safetensors file")
+    explained.add_argument("--device", default="cpu", help="such as cuda or cuda:1 (default: %(default)s)")
+    return parser
+
+
+def _add(commands: Any, name: str, run: Callable[..., tuple[Any, str]], about: str) -> argparse.ArgumentParser:
+    command: argparse.ArgumentParser = commands.add_parser(name, help=about, description=f"{about}.")
+    command.add_argument("--json", action="store_true", help="print one JSON object")
+    command.set_defaults(command=run)
+    return command
+
+
+def _add_quantize(commands: Any) -> None:
+    command = _add(commands, "quantize", _quantize, "quantize an unquantized checkpoint, one parameter at a time")
+    command.add_argument("source", metavar="SRC", help="the folder of the checkpoint")
+    command.add_argument("destination", metavar="DST", help="the folder to write; it appears when it is complete")
+    what = command.add_mutually_exclusive_group(required=True)
+    what.add_argument("--format", choices=_FORMATS, help="of the weights of every linear layer and of all experts")
+    what.add_argument("--config", metavar="FILE", help="JSON as quantize_ takes it: a mapping from kinds and names")
+    command.add_argument(
+        "--activation", metavar="FORMAT", help="with --format: 'same' (the default), 'none', or another format"
+    )
+    writers = [name for name in PRODUCERS if name != "torchao"]
+    command.add_argument(
+        "--as", dest="producer", choices=writers, default="mxquant", help="whose files to write (default: %(default)s)"
+    )
+    command.add_argument("--max-shard-bytes", type=_positive, metavar="N", help="the most that one file holds")
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is no size; give a number of bytes")
+    return value
+
+
+def _quantize(options: argparse.Namespace) -> tuple[Any, str]:
+    from mxquant.integrations.streaming import quantize_checkpoint
+
+    def progress(names: Iterable[str]) -> Iterable[str]:
+        from tqdm.auto import tqdm
+
+        return tqdm(names, desc="quantizing", unit="parameter", disable=None)
+
+    done = quantize_checkpoint(
+        options.source,
+        options.destination,
+        _config_of(options),
+        producer=options.producer,
+        max_shard_bytes=options.max_shard_bytes,
+        progress=progress,
+    )
+    reasons = Counter(done.skipped.values())
+    result = {
+        "destination": options.destination,
+        "producer": options.producer,
+        "quantized": done.weights,
+        "skipped": done.skipped,
+        "bytes_before": done.nbytes_before,
+        "bytes": done.nbytes,
+    }
+    skipped = "".join(f"\nleft as they are: {count} ({reason})" for reason, count in sorted(reasons.items()))
+    text = (
+        f"{done.weights} weights quantized, {done.nbytes_before:,} bytes to {done.nbytes:,}, as {options.producer} in "
+        f"{options.destination}{skipped}"
+    )
+    return result, text
+
+
+def _config_of(options: argparse.Namespace) -> object:
+    """What `--format` or `--config` ask for; activations are rounded as readers of the producer's files round them."""
+    if options.config is not None:
+        if options.activation is not None:
+            raise ValueError("--activation goes with --format; with --config, write it in the file")
+        content = json.loads(Path(options.config).read_text(encoding="utf-8"))
+        if not isinstance(content, (dict, str)):
+            raise ValueError(f"{options.config} holds a {type(content).__name__}; it is an object, or a format's name")
+        return content
+    activation = options.activation or "same"
+    fields: dict[str, Any] = {"weight": options.format, "activation": None if activation == "none" else activation}
+    config = resolve_config(fields)
+    assert config is not None
+    if config.activation_format is not None and options.producer != "mxquant":
+        implied = get_producer(options.producer).activation_scale_mode(config.activation_format)
+        if implied is not None and get_format(config.activation_format, activation=True).scale_modes:
+            fields["activation_scale_mode"] = implied
+    return fields
+
+
+def _inspect(options: argparse.Namespace) -> tuple[Any, str]:
+    content = read_content(options.path)
+    rows = [_row(content, name) for name in sorted(content.names)]
+    producer = None if content.producer is None else content.producer.name
+    result = {
+        "path": str(options.path),
+        "producer": producer,
+        "tensors": rows,
+        "aliases": content.aliases,
+        "left_out": content.left_out,
+        "bytes": content.checkpoint.nbytes,
+        "parameters": sum(math.prod(row["shape"]) for row in rows),
+    }
+    cells = [
+        [
+            row["name"],
+            row["format"],
+            row["precision"] or "",
+            " x ".join(map(str, row["shape"])),
+            f"{row['bits']:.2f}",
+            f"{row['bytes']:,}",
+        ]
+        for row in rows
+    ]
+    table = text_table(["tensor", "format", "W/A", "shape", "bits", "bytes"], cells)
+    quantized = sum(row["precision"] is not None for row in rows)
+    title = f"{options.path}: {producer or 'not quantized'}, {quantized} of {len(rows)} tensors quantized"
+    totals = f"{result['parameters']:,} parameters, {result['bytes']:,} bytes in files"
+    return result, f"{title}\n{table}\n{totals}"
+
+
+def _row(content: Content, name: str) -> dict[str, Any]:
+    stored, shape, nbytes = content.quantized.get(name), content.shape(name), content.nbytes(name)
+    bits = 8 * nbytes / max(1, math.prod(shape))
+    row: dict[str, Any] = {"name": name, "shape": list(shape), "bits": bits, "bytes": nbytes}
+    if stored is None:
+        dtype = content.checkpoint.tensors[content.ordinary[name]].dtype
+        return row | {"format": dtype.lower(), "precision": None, "activation": None}
+    weight = get_format(stored.format).element.bits
+    activation = 16 if stored.activation is None else get_format(stored.activation, activation=True).element.bits
+    return row | {"format": stored.format, "precision": f"W{weight}A{activation}", "activation": stored.activation}
+
+
+def _report(options: argparse.Namespace) -> tuple[Any, str]:
+    differences: list[TensorDifference] = []
+    whole = Comparison()
+    for found in compare(options.first, options.second):
+        if isinstance(found, TensorDifference):
+            differences.append(found)
+        else:
+            whole = found
+    result = {
+        "first": str(options.first),
+        "second": str(options.second),
+        "tensors": [
+            vars(d) | {"kinds": list(d.kinds), "shape": list(d.shape), "sqnr_db": _finite(d.sqnr_db)}
+            for d in differences
+        ],
+        "only_first": whole.only_first,
+        "only_second": whole.only_second,
+        "other_shapes": whole.other_shapes,
+    }
+    cells = [
+        [
+            d.name,
+            *d.kinds,
+            "equal" if d.sqnr_db == math.inf else f"{d.sqnr_db:.2f}",
+            "-" if d.differing_bytes is None else f"{d.differing_bytes:,}",
+            f"{d.nbytes:,}",
+        ]
+        for d in differences
+    ]
+    lines = [text_table(["tensor", "A", "B", "SQNR dB", "differing bytes", "bytes"], cells)] if cells else []
+    for what, names in (
+        ("only in A", whole.only_first),
+        ("only in B", whole.only_second),
+        ("of other shapes", whole.other_shapes),
+    ):
+        if names:
+            lines.append(f"{what}: {len(names)} ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''})")
+    return result, "\n".join(lines)
+
+
+def _finite(value: float) -> float | str:
+    """JSON has no infinity."""
+    return value if math.isfinite(value) else str(value)
+
+
+def _explain(options: argparse.Namespace) -> tuple[Any, str]:
+    content = read_content(options.path)
+    kinds: dict[tuple[Any, ...], list[str]] = {}
+    for name, stored in content.quantized.items():
+        static = stored.activation_scale is not None
+        key = (stored.format, stored.activation, stored.activation_scale_mode, static, content.shape(name), stored.axis)
+        kinds.setdefault(key, []).append(name)
+    if not kinds:
+        raise ValueError(f"{options.path} is not quantized, so no backend computes it; quantize it first")
+    explained = [
+        (names, explain(_without_values(content, names[0]), device=options.device)) for names in kinds.values()
+    ]
+    result = [
+        {"weights": names, "matmul": e.matmul, "chosen": e.chosen, "backends": [list(pair) for pair in e.backends]}
+        for names, e in explained
+    ]
+    text = "\n\n".join(f"{len(names)} weights, such as {names[0]}\n{e}" for names, e in explained)
+    return result, text
+
+
+def _without_values(content: Content, name: str) -> Any:
+    """The weight with bytes that are all the same one, so that nothing is read."""
+    stored, tensors = content.quantized[name], content.checkpoint.tensors
+
+    def read(part: str) -> torch.Tensor:
+        if tensors[part].dtype == "F32":
+            return torch.ones(tensors[part].shape)
+        return torch.zeros(1, dtype=torch.uint8).expand(tensors[part].shape)
+
+    return content.read_quantized(stored, read)

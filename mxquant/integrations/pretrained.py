@@ -1,0 +1,215 @@
+"""`from_pretrained`: a checkpoint of any producer as a transformers model whose weights are its own bytes."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from mxquant.checkpoints.files import Reader
+from mxquant.checkpoints.load import Content, read_content
+from mxquant.checkpoints.origin import ORIGIN, Origin
+from mxquant.modules.linear import replace_parameter
+from mxquant.tensor import MXTensor, as_weight
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+def from_pretrained(
+    path: str | os.PathLike[str],
+    *,
+    dtype: torch.dtype | str = "auto",
+    device_map: Any = None,
+    backend: str = "auto",
+    **options: Any,
+) -> PreTrainedModel:
+    """The transformers model of a quantized checkpoint, of any producer that `load_state` reads, or of a plain one.
+
+    Codes and scales are the file's own; experts that the files hold one by one are merged as the model's class has
+    them. Linears and experts quantize their activations as the checkpoint's config says. Weights that are not merged
+    are views of the memory-mapped files, which must stay as they are.
+
+    Args:
+        path: the folder of the checkpoint, with its config.json.
+        dtype: of the model, and what quantized weights stand for; "auto": as the config says.
+        device_map, options: as transformers' `from_pretrained` takes them.
+        backend: who multiplies: "auto", or a name in `list_backends()`.
+
+    Raises:
+        FileNotFoundError: there is no checkpoint, or no config.json.
+        ValueError: damaged, missing or superfluous tensors, found before anything large is allocated; a backend that
+            cannot compute the weights.
+        NotImplementedError: an unknown producer, a scheme that mxquant does not compute, a module sent to the disk.
+        ImportError: transformers is not installed.
+    """
+    from mxquant.integrations import conversion
+
+    _check_device_map(device_map)
+    content = read_content(path)
+    if not content.checkpoint.config:
+        raise FileNotFoundError(
+            f"{os.fspath(path)} has no config.json to build a model from; load_state reads it without"
+        )
+    config = conversion.plain_config(content.checkpoint.path)
+    model = conversion.skeleton(config)
+    sources = conversion.sources_of(model, content.names)
+    _check_shapes(model, content, sources)
+    _check_static_scales(content, sources)
+    roles = conversion.role_names(model, content.names)
+    del model
+    with _one_at_a_time():
+        loaded, info = conversion.model_class(config).from_pretrained(
+            None,
+            config=config,
+            state_dict=_lazy_state(content, sources),
+            dtype=content.dtype if dtype == "auto" else dtype,
+            device_map=device_map,
+            key_mapping=conversion.key_mapping(roles) or None,
+            output_loading_info=True,
+            **options,
+        )
+    _check_loaded(info)
+    _serve(loaded, backend)
+    _load_generation_config(loaded, content.checkpoint.path)
+    if content.quantized:
+        _mark(loaded, content, roles)
+    return loaded
+
+
+def _mark(model: Any, content: Content, roles: dict[str, str]) -> None:
+    """Leave with a model what saving it needs to know."""
+    from mxquant.integrations.conversion import CONVERSIONS, ROLES, loading_conversions
+    from mxquant.integrations.transformers import MXQuantConfig, MXQuantizer
+
+    model.config.quantization_config = MXQuantConfig()
+    model.hf_quantizer = MXQuantizer(model.config.quantization_config, pre_quantized=True)
+    model.is_quantized, model.quantization_method = True, "mxquant"
+    # What transformers saves has merged experts; only `save_pretrained` for another producer takes them apart.
+    conversions = loading_conversions(vars(model).get("_weight_conversions"), roles)
+    remembered = {ORIGIN: Origin.of(content), CONVERSIONS: conversions, ROLES: roles}
+    vars(model).update(remembered | {"_weight_conversions": []})
+
+
+def _check_device_map(device_map: Any) -> None:
+    if isinstance(device_map, Mapping) and "disk" in device_map.values():
+        raise NotImplementedError(
+            "device_map sends modules to the disk, where transformers keeps ordinary arrays; send them to the cpu: "
+            "weights that are not merged stay views of the files there"
+        )
+
+
+@contextlib.contextmanager
+def _one_at_a_time() -> Iterator[None]:
+    """Keep transformers' threads from reading ahead: mapped files gain nothing by it, and all experts would be mapped
+    before the first are merged.
+    """
+    name = "HF_DEACTIVATE_ASYNC_LOAD"
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
+
+
+class _Lazy:
+    """A tensor that is read when transformers asks for its values, as it asks a slice of a safetensors file."""
+
+    def __init__(self, content: Content, name: str, group: _Group) -> None:
+        self._content, self._name, self._group = content, name, group
+
+    def __getitem__(self, index: Any) -> Tensor:
+        return self._content.read(self._name, self._group.reader())[index]
+
+
+class _Group:
+    """Tensors that are merged to one: the files are unmapped with the last of them, and their pages are free again."""
+
+    def __init__(self, content: Content, count: int) -> None:
+        self._content, self._left = content, count
+        self._reader: Reader | None = None
+
+    def reader(self) -> Reader:
+        reader = self._reader or Reader(self._content.checkpoint)
+        self._left -= 1
+        self._reader = reader if self._left else None
+        return reader
+
+
+def _lazy_state(content: Content, sources: Mapping[str, Any]) -> dict[str, _Lazy]:
+    state: dict[str, _Lazy] = {}
+    kept = sum(len(source.names) for source in sources.values() if source.converter is None)
+    shared = _Group(content, kept)
+    for source in sources.values():
+        group = shared if source.converter is None else _Group(content, len(source.names))
+        state |= {name: _Lazy(content, name, group) for name in source.names}
+    return state
+
+
+def _check_shapes(model: nn.Module, content: Content, sources: Mapping[str, Any]) -> None:
+    """Of tensors that are loaded as they are; the merged ones are compared when they are."""
+    expected = model.state_dict()
+    for target, source in sources.items():
+        shape = tuple(expected[target].shape)
+        if source.converter is None and content.shape(source.names[0]) != shape:
+            raise ValueError(
+                f"{source.names[0]!r} has shape {content.shape(source.names[0])}, the model's {target!r} {shape}; "
+                "config.json and the weights are not of one model"
+            )
+
+
+def _check_static_scales(content: Content, sources: Mapping[str, Any]) -> None:
+    """Of matrices that are merged to one, which sees one input: an expert's gate and up."""
+    reader = Reader(content.checkpoint)
+    for target, source in sources.items():
+        parts = source.converter.source_patterns if source.converter is not None else []
+        columns = [[n for n, p in zip(source.names, source.patterns, strict=True) if p == part] for part in parts]
+        for names in zip(*columns, strict=False):
+            stored = [content.quantized.get(name) for name in names]
+            scales = [reader.read(s.activation_scale).item() for s in stored if s is not None and s.activation_scale]
+            if len(set(scales)) > 1:
+                raise NotImplementedError(
+                    f"{' and '.join(names)} have different static activation scales {scales}, but are one matrix of "
+                    f"{target!r} here and see one input; calibrate them together, or edit the file to have one scale"
+                )
+
+
+def _check_loaded(info: Mapping[str, Any]) -> None:
+    for what in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"):
+        if found := info.get(what):
+            some = sorted(map(str, found))[:3]
+            raise ValueError(f"transformers loaded the checkpoint with {what}: {', '.join(some)}; it is damaged")
+
+
+def _serve(model: nn.Module, backend: str) -> None:
+    """Each quantized weight as the backend that serves it wants it, tied ones tied."""
+    served: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for attribute, parameter in module._parameters.items():
+            if parameter is None or not is_quantized(parameter):
+                continue
+            if id(parameter) not in served:
+                weight = as_weight(cast(MXTensor, parameter), backend)
+                served[id(parameter)] = replace_parameter(parameter, weight, requires_grad=False)
+            module._parameters[attribute] = served[id(parameter)]
+
+
+def is_quantized(parameter: Tensor) -> bool:
+    return isinstance(parameter, MXTensor)
+
+
+def _load_generation_config(model: Any, folder: Path) -> None:
+    from transformers import GenerationConfig
+
+    if model.can_generate() and (folder / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(folder)
+    model.name_or_path = model.config.name_or_path = os.fspath(folder)

@@ -1,0 +1,228 @@
+"""The quantizer that transformers knows as "mxquant": quantize while loading, and load what was saved so.
+
+It hooks in where transformers 5.17 to 5.24 agree: `register_quantization_config`, `register_quantizer`,
+`get_quantize_ops` for weights that are quantized when loaded, and `get_weight_conversions` for saved ones.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.core_model_loading import ConversionOps, WeightConverter
+from transformers.quantizers.auto import register_quantization_config, register_quantizer
+from transformers.quantizers.base import HfQuantizer
+from transformers.quantizers.quantizers_utils import should_convert_module
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from mxquant.api import dequantize_, record_skips
+from mxquant.backends.base import Operand
+from mxquant.checkpoints.files import headers_of
+from mxquant.checkpoints.own import described_in
+from mxquant.config import CONFIG_FIELDS, _MXConfig, resolve_mapping
+from mxquant.formats import get_format
+from mxquant.modules.experts_weight import quantize_experts
+from mxquant.modules.linear import quantize_parameter
+from mxquant.select import Plan, Target, select
+from mxquant.tensor import Metadata, MXTensor, as_weight, flatten_state_dict
+from mxquant.tensor.construct import check_operand
+from mxquant.tensor.metadata import metadata_from_fields
+from mxquant.tensor.state import SAVED_PARTS
+from mxquant.validate import check_weight
+
+NAME = "mxquant"
+VERSION = 1
+
+
+@register_quantization_config(NAME)
+class MXQuantConfig(QuantizationConfigMixin):
+    """What `AutoModelForCausalLM.from_pretrained(..., quantization_config=MXQuantConfig("mxfp4"))` quantizes to.
+
+    Args:
+        config: what `mxquant.quantize_` takes: a config, a format's name, or a mapping. None only in a saved model,
+            whose weights know their formats.
+        modules_to_not_convert: names that are skipped beside what `quantize_` skips by default; each means modules
+            that begin or end with it, or match it as a regular expression, as elsewhere in transformers.
+
+    Raises:
+        ValueError, TypeError: as `mxquant.quantize_`.
+    """
+
+    def __init__(
+        self,
+        config: object = None,
+        modules_to_not_convert: list[str] | None = None,
+        version: int = VERSION,
+        **kwargs: Any,
+    ) -> None:
+        kwargs.pop("quant_method", None)
+        if kwargs:
+            raise TypeError(f"MXQuantConfig takes config and modules_to_not_convert; got {', '.join(kwargs)} as well")
+        if version != VERSION:
+            raise ValueError(
+                f"quantization_config of version {version!r}; this mxquant knows {VERSION}: update mxquant"
+            )
+        self.quant_method = NAME
+        self.version = version
+        self.config = None if config is None else _as_json(resolve_mapping(config))
+        self.modules_to_not_convert = list(modules_to_not_convert or [])
+
+    def mapping(self) -> dict[str, _MXConfig | None]:
+        """The config as `mxquant.quantize_` has it.
+
+        Raises:
+            ValueError: there is none.
+        """
+        if self.config is None:
+            raise ValueError('MXQuantConfig without a config quantizes nothing; name a format: MXQuantConfig("mxfp4")')
+        return resolve_mapping(dict(self.config))
+
+
+def _as_json(mapping: Mapping[str, _MXConfig | None]) -> dict[str, dict[str, Any] | None]:
+    def fields(config: _MXConfig) -> dict[str, Any]:
+        return {"weight": config.format} | {name: getattr(config, name) for name in CONFIG_FIELDS if name != "weight"}
+
+    return {key: None if config is None else fields(config) for key, config in mapping.items()}
+
+
+@register_quantizer(NAME)
+class MXQuantizer(HfQuantizer):
+    """Hooks for loading and saving; see `MXQuantConfig`."""
+
+    requires_calibration = False
+
+    def __init__(self, quantization_config: MXQuantConfig, **kwargs: Any) -> None:
+        super().__init__(quantization_config, **kwargs)
+        self.plan = Plan([], [])
+        self.targets: dict[str, Target] = {}
+        self.saved: dict[str, tuple[Metadata, tuple[int, ...]]] = {}
+
+    def _process_model_before_weight_loading(
+        self, model: nn.Module, checkpoint_files: list[str] | None = None, **kwargs: Any
+    ) -> nn.Module:
+        if self.pre_quantized:
+            described, _ = described_in(headers_of(checkpoint_files or []))
+            for name, fields in described.items():
+                metadata, shape = metadata_from_fields(fields)
+                if shape is None:
+                    raise ValueError(f"the metadata of {name!r} lacks its shape; save the model anew")
+                self.saved[name] = (metadata, shape)
+            return model
+        self.plan = plan_of(model, self.quantization_config)
+        self.targets = {site.name: target for target in self.plan.targets for site in target.sites}
+        return model
+
+    def param_needs_quantization(self, model: nn.Module, param_name: str, **kwargs: Any) -> bool:
+        return param_name in self.targets
+
+    def get_quantize_ops(self) -> ConversionOps:
+        return _Quantize(self)
+
+    def get_weight_conversions(self) -> list[WeightConverter]:
+        """For saved weights: `X.weight.qdata`, `X.weight.scale`, ... to `X.weight`, for each last name there is."""
+        attributes = sorted({name.rpartition(".")[2] for name in self.saved})
+        return [
+            WeightConverter([rf"(?<=\.{re.escape(a)})\.{part}$" for part in SAVED_PARTS], "", [_Rebuild(self)])
+            for a in attributes
+        ]
+
+    def update_weight_conversions(self, weight_conversions: list[Any], model: nn.Module | None = None) -> list[Any]:
+        """Before the model's own converters: saved names are of merged weights, which they must not take for others."""
+        return [*self.get_weight_conversions(), *weight_conversions]
+
+    def _process_model_after_weight_loading(self, model: nn.Module, **kwargs: Any) -> nn.Module:
+        record_skips(self.plan)
+        self.plan, self.targets = Plan([], []), {}
+        # Quantized stacks are saved as they are: what merged the checkpoint's experts is not undone.
+        vars(model)["_weight_conversions"] = []
+        return model
+
+    def get_state_dict_and_metadata(self, model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
+        return flatten_state_dict(model.state_dict())
+
+    def is_serializable(self) -> bool:
+        return True
+
+    @property
+    def is_trainable(self) -> bool:
+        return True
+
+    @property
+    def is_compileable(self) -> bool:
+        return True
+
+    @property
+    def quantized_element_size(self) -> float | None:
+        if self.quantization_config.config is None:
+            return None
+        configs = [config for config in self.quantization_config.mapping().values() if config is not None]
+        return max((get_format(config.format).bits_per_weight / 8 for config in configs), default=None)
+
+    def _dequantize(self, model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
+        dequantize_(model)
+        return model if dtype is None else model.to(dtype)
+
+
+def plan_of(model: nn.Module, config: MXQuantConfig) -> Plan:
+    """Which parameters of a model, which may be on the meta device, are quantized."""
+    skipped = config.modules_to_not_convert
+    mapping = config.mapping()
+    if not skipped:
+        return select(model, mapping)
+    return select(model, mapping, lambda module, name: should_convert_module(name, skipped))
+
+
+class _Quantize(ConversionOps):
+    """Quantizes a weight that was just loaded, merged where it had to be, on the device where it belongs."""
+
+    def __init__(self, hf_quantizer: MXQuantizer) -> None:
+        self.hf_quantizer = hf_quantizer
+
+    def convert(self, input_dict: dict[str, Any], **kwargs: Any) -> dict[str, Tensor]:
+        return {name: self._quantized(name, value) for name, value in input_dict.items()}
+
+    def _quantized(self, name: str, value: Any) -> Tensor:
+        weight = value[0] if isinstance(value, list) else value
+        target = self.hf_quantizer.targets.get(name)
+        return weight if target is None else quantized_target(name, weight, target)
+
+
+def quantized_target(name: str, weight: Tensor, target: Target) -> nn.Parameter:
+    """The quantized parameter that a loaded weight becomes.
+
+    Raises:
+        ValueError, TypeError, NotImplementedError: as `mxquant.quantize_`, naming the weight.
+    """
+    parameter = nn.Parameter(weight, requires_grad=False)
+    config = target.config
+    check_weight(name, parameter, config, None, target.k_axis)
+    if target.sites[0].kind == "experts":
+        return quantize_experts(parameter, config, target.k_axis, stack=target.stack)
+    multiplies = any(site.kind != "embedding" for site in target.sites)
+    return quantize_parameter(parameter, config, weight_only=not multiplies)
+
+
+class _Rebuild(ConversionOps):
+    """Makes a saved weight of its parts."""
+
+    def __init__(self, hf_quantizer: MXQuantizer) -> None:
+        self.hf_quantizer = hf_quantizer
+
+    def convert(
+        self, input_dict: dict[str, Any], full_layer_name: str, model: nn.Module, **kwargs: Any
+    ) -> dict[str, Tensor]:
+        found = {pattern.rpartition(r"\.")[2].rstrip("$"): tensors for pattern, tensors in input_dict.items()}
+        parts = {part: tensors[0] if isinstance(tensors, list) else tensors for part, tensors in found.items()}
+        if full_layer_name not in self.hf_quantizer.saved or not {"qdata", "scale"} <= parts.keys():
+            raise ValueError(
+                f"{full_layer_name!r} has {sorted(parts)} but needs qdata, scale and metadata; save it anew"
+            )
+        metadata, shape = self.hf_quantizer.saved[full_layer_name]
+        operand = Operand(*(parts.get(part) for part in SAVED_PARTS))  # type: ignore[arg-type]
+        weight = check_operand(MXTensor(operand, metadata, shape))
+        cast = weight.to(model.get_parameter(full_layer_name).dtype)
+        assert isinstance(cast, MXTensor)
+        return {full_layer_name: nn.Parameter(as_weight(cast), requires_grad=False)}

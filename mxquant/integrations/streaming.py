@@ -1,0 +1,224 @@
+"""Quantize a checkpoint from disk to disk, one parameter at a time, for a model that need not fit into memory.
+
+The model's class is asked on the meta device which tensors are weights of linear layers and experts; no value is held
+but those of the parameter at hand and of the shard that is being written.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import shutil
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mxquant.checkpoints.files import Reader, json_of
+from mxquant.checkpoints.load import Content, read_content
+from mxquant.checkpoints.producer import Producer, module_of
+from mxquant.checkpoints.registry import get_producer
+from mxquant.checkpoints.write import MAX_SHARD_BYTES, ShardWriter, described, replacing
+from mxquant.config import _MXConfig
+from mxquant.formats import get_format
+from mxquant.select import Target
+from mxquant.tensor import MXTensor
+
+
+@dataclass(frozen=True)
+class Quantized:
+    """What was done to a checkpoint."""
+
+    weights: int
+    """Quantized parameters of the model; a stack of experts is one."""
+    skipped: dict[str, str]
+    """Parameters of two or more dimensions that were left as they are, and why."""
+    nbytes_before: int
+    nbytes: int
+
+
+def quantize_checkpoint(
+    source: str | os.PathLike[str],
+    destination: str | os.PathLike[str],
+    config: object,
+    *,
+    producer: str = "mxquant",
+    max_shard_bytes: int | None = None,
+    progress: Callable[[Iterable[str]], Iterable[str]] = iter,
+) -> Quantized:
+    """Quantize an unquantized transformers checkpoint into another folder.
+
+    The bytes are those of `MXQuantConfig(config)` on the loaded model. The folder appears when it is complete, with
+    the files beside the weights (tokenizer, generation config) copied.
+
+    Args:
+        config: what `quantize_` takes.
+        producer: whose files are written; see `save_pretrained`.
+        max_shard_bytes: the most that one file holds; None: half of the source's largest, so that what waits to be
+            written takes less memory than that.
+        progress: wraps the names of parameters that are gone through, as tqdm does.
+
+    Raises:
+        FileNotFoundError: there is no checkpoint or no config.json.
+        ValueError: it is quantized already, damaged, or the config does not fit; the destination is the source.
+        NotImplementedError: the producer's files cannot hold what the config asks for; found before anything is read.
+    """
+    from mxquant.integrations import conversion
+    from mxquant.integrations.quantizer import MXQuantConfig, plan_of
+
+    target = get_producer(producer)
+    content = read_content(source)
+    if content.producer is not None:
+        raise ValueError(
+            f"{source} is quantized already, by {content.producer.name}; name the checkpoint it was made of"
+        )
+    if not content.checkpoint.config:
+        raise FileNotFoundError(f"{source} has no config.json, which says what the model's layers are")
+    if Path(source).resolve() == Path(destination).resolve():
+        raise ValueError(f"{destination} is the source; name another folder")
+    model = conversion.skeleton(conversion.plain_config(content.checkpoint.path))
+    sources = conversion.sources_of(model, content.names)
+    options = MXQuantConfig(config)
+    plan = plan_of(model, options)
+    targets = {site.name: wanted for wanted in plan.targets for site in wanted.sites}
+    task = _Task(content, model, sources, targets, target)
+    task.check()
+    limit = max_shard_bytes or max(1, min(MAX_SHARD_BYTES, _largest_file(content) // 2))
+    with replacing(destination) as folder:
+        writer = ShardWriter(folder, limit)
+        for name in progress(list(sources)):
+            task.write(name, writer)
+        _finish(task, writer, folder, options.to_dict())
+    skipped = {skip.name: skip.reason for skip in plan.skips if skip.parameter.dim() >= 2}
+    return Quantized(len(task.done), skipped, content.checkpoint.nbytes, writer.nbytes)
+
+
+class _Task:
+    """One checkpoint on its way to another."""
+
+    def __init__(
+        self,
+        content: Content,
+        model: nn.Module,
+        sources: Mapping[str, Any],
+        targets: Mapping[str, Target],
+        producer: Producer,
+    ) -> None:
+        self.content, self.model, self.sources, self.targets = content, model, sources, targets
+        self.producer = producer
+        self.is_own = producer.name == "mxquant"
+        self.done: dict[str, MXTensor] = {}
+        """Stand-ins of the quantized weights as they are named in the files."""
+        self.ordinary: list[str] = []
+
+    def check(self) -> None:
+        """Refuse what the producer's files cannot hold, with stand-ins that take no memory."""
+        for name in self.sources:
+            if name in self.targets:
+                for file_name, weight in self._named(name, self._stand_in(name)).items():
+                    self.producer.encode(file_name, weight, {})  # type: ignore[arg-type]
+
+    def write(self, name: str, writer: ShardWriter) -> None:
+        """Read, merge, quantize and write one parameter."""
+        from mxquant.integrations.quantizer import quantized_target
+
+        value = self._read(name)
+        if name not in self.targets:
+            for file_name, tensor in self._named(name, value).items():
+                if tensor.dim() == 2 and file_name.endswith(".weight"):
+                    self.ordinary.append(module_of(file_name))
+                writer.add({file_name: tensor.clone()})
+            return
+        weight = quantized_target(name, value.to(self.content.dtype), self.targets[name]).detach()
+        assert isinstance(weight, MXTensor)
+        stand_ins = self._named(name, self._stand_in(name))
+        for file_name, part in self._named(name, weight.canonical()).items():
+            assert isinstance(part, MXTensor)
+            encoded = self.producer.encode(file_name, part, {})
+            writer.add(encoded, described(file_name, part) if self.is_own else None)
+            self.done[file_name] = stand_ins[file_name]  # type: ignore[assignment]
+
+    def _read(self, name: str) -> Tensor:
+        """The parameter's values, by the conversions of its family where it has any; nothing stays mapped of merged
+        ones.
+        """
+        source, reader = self.sources[name], Reader(self.content.checkpoint)
+        if source.converter is None:
+            return self.content.read(source.names[0], reader)
+        converter = copy.deepcopy(source.converter)
+        for file_name, pattern in zip(source.names, source.patterns, strict=True):
+            tensor = self.content.read(file_name, reader)
+            converter.add_tensor(name, file_name, pattern, lambda tensor=tensor: tensor)
+        merged = converter.convert(name, model=self.model, config=self.model.config)
+        if set(merged) != {name}:
+            raise NotImplementedError(
+                f"{sorted(merged)} are made of one tensor in the files ({source.names[0]}); load the model with "
+                "MXQuantConfig and save it instead"
+            )
+        value = merged[name]
+        return value[0] if isinstance(value, list) else value
+
+    def _named(self, name: str, value: Tensor) -> dict[str, Tensor]:
+        """A parameter under the names of the files that are written: merged experts are taken apart for others."""
+        from transformers.core_model_loading import revert_weight_conversion
+
+        source = self.sources[name]
+        if self.is_own:
+            return {name: value}
+        if source.converter is None:
+            return {source.names[0]: value}
+        reverted: dict[str, Tensor] = revert_weight_conversion(self.model, {name: value})
+        return reverted
+
+    def _stand_in(self, name: str) -> MXTensor:
+        """The quantized weight to be, in shape and rule, of a single byte."""
+        wanted = self.targets[name]
+        return stand_in(
+            tuple(wanted.parameter.shape), wanted.config, self.content.dtype, wanted.k_axis, stack=wanted.stack
+        )
+
+
+def stand_in(
+    shape: tuple[int, ...], config: _MXConfig, dtype: torch.dtype, axis: int = -1, *, stack: int | None = None
+) -> MXTensor:
+    """A weight of zeros quantized by `config`, whose bytes are all the same one."""
+    fmt = get_format(config.format)
+    if stack is not None and len(shape) == 2:
+        shape = (stack, shape[0] // stack, shape[1])
+    physical = list(shape)
+    physical.append(physical.pop(axis))
+    *lead, length = physical
+    byte = torch.zeros(1, dtype=torch.uint8)
+    tensor = MXTensor.from_qdata(
+        byte.expand(*lead, fmt.packed_size(length)),
+        byte.expand(*lead, fmt.num_blocks(length)),
+        fmt.name,
+        shape,
+        dtype,
+        axis,
+        torch.ones((), dtype=torch.float32) if fmt.per_tensor else None,
+    )
+    return tensor.with_activation(config.activation_format, config.activation_scale_mode)
+
+
+def _largest_file(content: Content) -> int:
+    files = {info.file for info in content.checkpoint.tensors.values()}
+    return max((content.checkpoint.path / file).stat().st_size for file in files)
+
+
+def _finish(task: _Task, writer: ShardWriter, folder: Path, options: dict[str, Any]) -> None:
+    if not task.done:
+        raise ValueError("the config selects no weight of the checkpoint; name its linears or experts")
+    origin = task.content.checkpoint.path
+    for file in origin.iterdir():
+        is_weights = file.name.endswith((".safetensors", ".index.json", ".bin", ".pt", ".pth", ".gguf"))
+        if file.is_file() and not is_weights and file.name != "config.json":
+            shutil.copyfile(file, folder / file.name)
+    documents = {"config.json": options} if task.is_own else task.producer.config(task.done, task.ordinary)
+    quantization = documents.pop("config.json")
+    config = json_of(origin / "config.json") or {}
+    documents["config.json"] = config | {"quantization_config": quantization}
+    writer.finish(documents)

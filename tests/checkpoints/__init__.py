@@ -1,0 +1,1 @@
+"""Checkpoints of this and other producers: reading, writing, recognizing, and what is wrong with damaged ones."""

@@ -1,0 +1,259 @@
+"""`load_state`: every producer's recorded checkpoint, bit by bit, and torchao's and mxquant's own made here."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from checkpoints.recorded import NAMES, SCHEMES, folder, producer_of, tensors
+from mxquant import MXTensor, flatten_state_dict, load_state, quantize
+from mxquant.checkpoints import read_content
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_values_are_the_tools_own(name: str) -> None:
+    state, expected = load_state(folder(name)), tensors(name, "reference_dequant")
+    assert expected
+    for key, values in expected.items():
+        assert isinstance(state[key], MXTensor)
+        assert torch.equal(state[key].dequantize(torch.bfloat16), values)
+    quantized = {key for key, tensor in state.items() if isinstance(tensor, MXTensor)}
+    assert quantized == set(expected)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_activations_are_those_of_the_config(name: str) -> None:
+    """W4A16 is not taken for W4A4, nor the other way round."""
+    fmt, activation, mode, static = SCHEMES[name]
+    weights = [tensor for tensor in load_state(folder(name)).values() if isinstance(tensor, MXTensor)]
+    for weight in weights:
+        metadata = weight.metadata
+        assert (metadata.format, metadata.activation, metadata.activation_scale_mode) == (fmt, activation, mode)
+        assert (weight.activation_scale is not None) == static
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_ordinary_tensors_are_untouched_and_nothing_is_lost(name: str) -> None:
+    state, written = load_state(folder(name)), tensors(name)
+    content = read_content(folder(name))
+    assert content.producer is not None
+    assert content.producer.name == producer_of(name)
+    used = {part for stored in content.quantized.values() for part in stored.parts}
+    assert used | set(content.ordinary.values()) == set(written)
+    for key in set(written) - used:
+        assert torch.equal(state[key], written[key])
+        assert state[key].dtype == written[key].dtype
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_bytes_are_views_of_the_file(name: str) -> None:
+    """Reading copies nothing: two reads are of the same memory."""
+    content = read_content(folder(name))
+    from mxquant.checkpoints.files import Reader
+
+    reader = Reader(content.checkpoint)
+    for stored in content.quantized.values():
+        weight = content.read(stored.name, reader)
+        assert isinstance(weight, MXTensor)
+        assert weight.qdata.data_ptr() == reader.read(stored.qdata).data_ptr()
+        assert weight.scale.data_ptr() == reader.read(stored.scale).data_ptr()
+
+
+def test_static_scales_are_multipliers_whichever_way_they_are_stored() -> None:
+    """compressed-tensors divides by its global scales, ModelOpt multiplies."""
+    for name, part, divided in (
+        ("ct_nvfp4_llama", "input_global_scale", True),
+        ("modelopt_nvfp4_llama", "input_scale", False),
+    ):
+        state, written = load_state(folder(name)), tensors(name)
+        for key, weight in state.items():
+            if isinstance(weight, MXTensor):
+                stored = written[key.removesuffix("weight") + part].reshape(())
+                assert torch.equal(weight.activation_scale, 1 / stored if divided else stored)
+
+
+# mxquant's own
+
+
+def test_own_file_comes_back_bit_for_bit(tmp_path: Path) -> None:
+    """Partial blocks, another axis, a per-tensor scale, a rule for activations, tied names."""
+    weight = quantize(torch.randn(6, 40), "mxfp4").with_activation("mxfp8")
+    state = {
+        "a.weight": weight,
+        "tied.weight": weight,
+        "b": quantize(torch.randn(2, 64, 6), "nvfp4", axis=-2),
+        "c": quantize(torch.randn(4, 64), "nvfp4").with_activation("nvfp4", scale=torch.tensor(0.5)),
+        "bias": torch.randn(3),
+    }
+    flat, metadata = flatten_state_dict(state)
+    save_file(flat, tmp_path / "model.safetensors", metadata)
+    loaded = load_state(tmp_path)
+    assert set(loaded) == set(state)
+    assert loaded["tied.weight"] is loaded["a.weight"]
+    for key, tensor in state.items():
+        if isinstance(tensor, MXTensor):
+            assert loaded[key].metadata == tensor.metadata
+            assert loaded[key].shape == tensor.shape
+            for ours, theirs in zip(loaded[key].operand, tensor.operand, strict=True):
+                assert (ours is None) == (theirs is None)
+                assert ours is None or torch.equal(ours, theirs)
+        else:
+            assert torch.equal(loaded[key], tensor)
+
+
+def test_one_file_is_enough(tmp_path: Path) -> None:
+    flat, metadata = flatten_state_dict({"w": quantize(torch.randn(4, 64), "mxfp6_e3m2")})
+    save_file(flat, tmp_path / "weights.safetensors", metadata)
+    assert load_state(tmp_path / "weights.safetensors").keys() == load_state(tmp_path).keys() == {"w"}
+
+
+def test_an_unquantized_checkpoint_is_read_as_it_is(tmp_path: Path) -> None:
+    save_file({"w": torch.ones(2, 3)}, tmp_path / "model.safetensors")
+    assert torch.equal(load_state(tmp_path)["w"], torch.ones(2, 3))
+
+
+# torchao's
+
+
+def test_torchao_tensors_are_unswizzled_and_packed(tmp_path: Path) -> None:
+    torchao = pytest.importorskip("torchao.prototype.mx_formats.mx_tensor")
+    from torchao.prototype.mx_formats.nvfp4_tensor import NVFP4Tensor
+    from torchao.prototype.safetensors.safetensors_support import flatten_tensor_state_dict
+
+    weight = torch.randn(160, 96, dtype=torch.bfloat16)  # neither a multiple of 128 nor of 4 blocks
+    theirs = {}
+    for i, element in enumerate((torch.float4_e2m1fn_x2, torch.float8_e4m3fn, "fp6_e2m3", "fp6_e3m2")):
+        for swizzled in (True, False):
+            tensor = torchao.MXTensor.to_mx(weight, element, 32, is_swizzled_scales=swizzled)
+            theirs[f"layers.{i}.{'swizzled' if swizzled else 'linear'}.weight"] = tensor
+    scale = torch.tensor(0.01)
+    theirs["nv.weight"] = NVFP4Tensor.to_nvfp4(weight, per_tensor_scale=scale, is_swizzled_scales=True)
+    flat, metadata = flatten_tensor_state_dict(theirs | {"nv.bias": torch.ones(3)})
+    save_file(flat, tmp_path / "model.safetensors", metadata)
+    loaded = load_state(tmp_path)
+    assert set(loaded) == {*theirs, "nv.bias"}
+    for key, tensor in theirs.items():
+        assert torch.equal(loaded[key].dequantize(torch.bfloat16), tensor.dequantize(torch.bfloat16))
+
+
+@pytest.mark.parametrize("rows", [1, 127, 129])
+@pytest.mark.parametrize("columns", [1, 3, 4, 5])
+def test_unswizzling_undoes_torchaos_swizzle(rows: int, columns: int) -> None:
+    to_blocked = pytest.importorskip("torchao.prototype.mx_formats.utils").to_blocked
+    from mxquant.checkpoints.stored import unswizzle
+
+    scale = torch.randint(0, 256, (rows, columns), dtype=torch.uint8)
+    assert torch.equal(unswizzle(to_blocked(scale), (rows, columns)), scale)
+
+
+# gpt-oss as OpenAI wrote it
+
+
+def test_gpt_oss_original_layout(tmp_path: Path) -> None:
+    weight = quantize(torch.randn(3, 8, 64), "mxfp4")
+    blocks = weight.qdata.unflatten(-1, (-1, 16))
+    flat = {"block.0.mlp.mlp1_weight.blocks": blocks, "block.0.mlp.mlp1_weight.scales": weight.scale}
+    save_file(flat | {"block.0.mlp.mlp1_bias": torch.zeros(3, 8)}, tmp_path / "model.safetensors")
+    loaded = load_state(tmp_path)
+    assert loaded.keys() == {"block.0.mlp.mlp1_weight", "block.0.mlp.mlp1_bias"}
+    assert torch.equal(loaded["block.0.mlp.mlp1_weight"].dequantize(), weight.dequantize(torch.bfloat16))
+
+
+# Configs that say it in another way
+
+
+def edited(name: str, to: Path, edit) -> Path:  # type: ignore[no-untyped-def]
+    """A copy of a recorded checkpoint with its config changed by `edit(quantization_config)`."""
+    for file in ("config.json", "model.safetensors", "hf_quant_config.json"):
+        if (folder(name) / file).exists():
+            shutil.copyfile(folder(name) / file, to / file)
+    config = json.loads((to / "config.json").read_text())
+    edit(config["quantization_config"])
+    (to / "config.json").write_text(json.dumps(config))
+    return to
+
+
+def test_w4a4_of_compressed_tensors(tmp_path: Path) -> None:
+    def edit(config: dict) -> None:
+        group = config["config_groups"]["group_0"]
+        group["input_activations"] = group["weights"] | {"dynamic": True}
+
+    state = load_state(edited("ct_mxfp4a16_llama", tmp_path, edit))
+    weight = state["model.layers.0.mlp.up_proj.weight"]
+    assert (weight.activation, weight.metadata.activation_scale_mode) == ("mxfp4", "even")
+
+
+def test_groups_by_name_go_before_groups_by_class(tmp_path: Path) -> None:
+    """Two groups of one checkpoint: the attention W4A16, the rest W4A4. Old files lack scale_dtype."""
+
+    def edit(config: dict) -> None:
+        groups = config["config_groups"]
+        del groups["group_0"]["weights"]["scale_dtype"]
+        activations = groups["group_0"]["weights"] | {"dynamic": True}
+        groups["group_1"] = groups["group_0"] | {"input_activations": activations, "targets": ["re:.*mlp.*", "x.y"]}
+
+    state = load_state(edited("ct_mxfp4a16_llama", tmp_path, edit))
+    assert state["model.layers.1.mlp.up_proj.weight"].activation == "mxfp4"
+    assert state["model.layers.1.self_attn.q_proj.weight"].activation is None
+
+
+def test_quarks_layer_configs_are_globs(tmp_path: Path) -> None:
+    def edit(config: dict) -> None:
+        weight_only = config["global_quant_config"] | {"input_tensors": None}
+        config["layer_quant_config"] = {"*mlp.experts.3*": weight_only}
+
+    state = load_state(edited("quark_mxfp4_w4a4_mixtral", tmp_path, edit))
+    assert state["model.layers.0.mlp.experts.3.down_proj.weight"].activation is None
+    assert state["model.layers.0.mlp.experts.2.down_proj.weight"].activation == "mxfp4"
+
+
+def test_modelopts_own_file_is_enough(tmp_path: Path) -> None:
+    edited("modelopt_nvfp4_llama", tmp_path, lambda config: None)
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config["quantization_config"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    content = read_content(tmp_path)
+    assert content.producer is not None
+    assert content.producer.name == "modelopt"
+    assert len(content.quantized) == 14
+
+
+def test_a_layer_of_mixed_precision_has_its_own_algorithm(tmp_path: Path) -> None:
+    def edit(config: dict) -> None:
+        layers = {"model.layers.*": {"quant_algo": "NVFP4"}}
+        config |= {"quant_algo": "MIXED_PRECISION", "quantized_layers": layers}
+
+    assert len(read_content(edited("modelopt_nvfp4_llama", tmp_path, edit)).quantized) == 14
+
+
+def test_a_static_scale_of_activations_that_are_not_quantized_is_noticed(tmp_path: Path) -> None:
+    def edit(config: dict) -> None:
+        layers = {
+            "model.layers.*": {"quant_algo": "NVFP4"},
+            "model.layers.0.mlp.up_proj": {"quant_algo": "W4A16_NVFP4"},
+        }
+        config |= {"quant_algo": "MIXED_PRECISION", "quantized_layers": layers}
+
+    with pytest.raises(ValueError, match=r"input_scale.* belongs to no quantized weight"):
+        load_state(edited("modelopt_nvfp4_llama", tmp_path, edit))
+
+
+@pytest.mark.parametrize(
+    "name, edit, named",
+    [
+        ("ct_mxfp4a16_llama", lambda c: c["config_groups"]["group_0"]["weights"].update(num_bits=3), "num_bits"),
+        ("ct_mxfp4a16_llama", lambda c: c.update(transform_config={"config_groups": {"u": {}}}), "transform_config"),
+        ("ct_mxfp4a16_llama", lambda c: c.update(quant_method="awq"), "'awq'"),
+        ("quark_mxfp4_w4a4_llama", lambda c: c["global_quant_config"]["weight"].update(dtype="int4"), "int4"),
+        ("quark_mxfp4_w4a4_llama", lambda c: c["global_quant_config"]["weight"].update(group_size=64), "group"),
+        ("modelopt_nvfp4_llama", lambda c: c.update(quant_algo="FP8"), "'FP8'"),
+    ],
+)
+def test_a_scheme_that_is_not_computed_is_refused(name: str, edit, named: str, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(NotImplementedError, match=named):
+        load_state(edited(name, tmp_path, edit))

@@ -1,0 +1,190 @@
+"""transformers' own `from_pretrained` and `save_pretrained` with the quantizer "mxquant"."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("transformers")
+
+from transformers import (
+    AutoModelForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+)
+
+from mxquant import MXFP4Config, MXTensor, quantize_, summary
+from mxquant.integrations.transformers import MXQuantConfig
+
+SMALL: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 128,
+    "head_dim": 16,
+    "max_position_embeddings": 64,
+}
+MODELS = {
+    "llama": lambda: LlamaForCausalLM(LlamaConfig(**SMALL)),
+    "tied": lambda: LlamaForCausalLM(LlamaConfig(**SMALL, tie_word_embeddings=True)),
+    "mixtral": lambda: MixtralForCausalLM(MixtralConfig(**SMALL, num_local_experts=4)),
+    "gpt_oss": lambda: GptOssForCausalLM(
+        GptOssConfig(**SMALL, num_local_experts=4, layer_types=["full_attention"] * 2)
+    ),
+}
+IDS = torch.arange(16).reshape(2, 8)
+
+
+@pytest.fixture(params=sorted(MODELS))
+def plain(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """The folder of an unquantized bf16 model."""
+    MODELS[request.param]().to(torch.bfloat16).save_pretrained(tmp_path / "plain")
+    return tmp_path / "plain"
+
+
+@pytest.fixture
+def llama(tmp_path: Path) -> Path:
+    MODELS["llama"]().to(torch.bfloat16).save_pretrained(tmp_path / "plain")
+    return tmp_path / "plain"
+
+
+def assert_same_state(actual: torch.nn.Module, expected: torch.nn.Module) -> None:
+    ours, theirs = actual.state_dict(), expected.state_dict()
+    assert ours.keys() == theirs.keys()
+    for name, tensor in theirs.items():
+        assert type(ours[name]) is type(tensor), name
+        if isinstance(tensor, MXTensor):
+            assert ours[name].metadata == tensor.metadata
+            pairs = zip(ours[name].operand, tensor.operand, strict=True)
+            assert all((a is None and b is None) or torch.equal(a, b) for a, b in pairs), name
+        else:
+            assert torch.equal(ours[name], tensor), name
+
+
+@pytest.mark.parametrize("config", ["mxfp4", "nvfp4"])
+def test_quantizing_on_load_is_quantizing_after(plain: Path, config: str) -> None:
+    on_load = AutoModelForCausalLM.from_pretrained(plain, quantization_config=MXQuantConfig(config))
+    after = AutoModelForCausalLM.from_pretrained(plain)
+    quantize_(after, config)
+    assert any(isinstance(parameter, MXTensor) for parameter in on_load.parameters())
+    assert_same_state(on_load, after)
+    assert torch.equal(on_load(IDS).logits, after(IDS).logits)
+    reasons = {row.name: row.reason for row in summary(after).skipped}
+    assert {row.name: row.reason for row in summary(on_load).skipped} == reasons
+
+
+@pytest.mark.parametrize("config", ["mxfp4", "nvfp4"])
+def test_saved_and_loaded_it_is_the_same(plain: Path, config: str, tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(plain, quantization_config=MXQuantConfig(config))
+    model.save_pretrained(tmp_path / "saved", max_shard_size="40KB")
+    assert (tmp_path / "saved" / "model.safetensors.index.json").exists()
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+    assert_same_state(again, model)
+    assert torch.equal(again(IDS).logits, model(IDS).logits)
+    assert again.config.quantization_config.to_dict() == model.config.quantization_config.to_dict()
+    again.save_pretrained(tmp_path / "twice")
+    assert_same_state(AutoModelForCausalLM.from_pretrained(tmp_path / "twice"), model)
+
+
+def test_generate(plain: Path) -> None:
+    """A batch, greedy: with a static cache the same tokens as with a growing one."""
+    model = AutoModelForCausalLM.from_pretrained(plain, quantization_config=MXQuantConfig("mxfp4"))
+    growing = model.generate(IDS, max_new_tokens=4, do_sample=False, pad_token_id=0)
+    assert growing.shape == (2, 12)
+    fixed = model.generate(
+        IDS, max_new_tokens=4, do_sample=False, pad_token_id=0, cache_implementation="static", disable_compile=True
+    )
+    assert torch.equal(growing, fixed)
+
+
+def test_a_mapping_and_names_that_are_skipped(llama: Path, tmp_path: Path) -> None:
+    config = MXQuantConfig(
+        {"linear": MXFP4Config(activation=None), "re:.*down_proj": "mxfp8_e5m2", "lm_head": "mxfp6"},
+        modules_to_not_convert=["model.layers.0"],
+    )
+    model = AutoModelForCausalLM.from_pretrained(llama, quantization_config=config)
+    formats = {n: p.format for n, p in model.named_parameters() if isinstance(p, MXTensor)}
+    assert formats["model.layers.1.mlp.down_proj.weight"] == "mxfp8_e5m2"
+    assert formats["lm_head.weight"] == "mxfp6_e2m3"
+    assert formats["model.layers.1.self_attn.q_proj.weight"] == "mxfp4"
+    assert not any("layers.0" in name for name in formats)
+    model.save_pretrained(tmp_path / "saved")
+    assert_same_state(AutoModelForCausalLM.from_pretrained(tmp_path / "saved"), model)
+    stored = json.loads((tmp_path / "saved" / "config.json").read_text())["quantization_config"]
+    assert MXQuantConfig(**stored).mapping() == config.mapping()
+
+
+def test_loading_in_another_dtype_keeps_the_codes(llama: Path, tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(llama, quantization_config=MXQuantConfig("mxfp4"))
+    model.save_pretrained(tmp_path / "saved")
+    wide = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", dtype=torch.float32)
+    assert wide.dtype == torch.float32
+    weight, narrow = wide.model.layers[0].mlp.up_proj.weight, model.model.layers[0].mlp.up_proj.weight
+    assert weight.dtype == torch.float32
+    assert torch.equal(weight.qdata, narrow.qdata)
+    assert wide(IDS).logits.dtype == torch.float32
+
+
+def test_lora_trains_on_top(llama: Path) -> None:
+    peft = pytest.importorskip("peft")
+    model = AutoModelForCausalLM.from_pretrained(llama, quantization_config=MXQuantConfig("mxfp4"))
+    before = {name: p.qdata.clone() for name, p in model.named_parameters() if isinstance(p, MXTensor)}
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"]))
+    adapted(IDS, labels=IDS).loss.backward()
+    gradients = {name: p.grad for name, p in adapted.named_parameters() if p.requires_grad}
+    assert gradients
+    assert all("lora" in name and isinstance(g, Tensor) and bool(g.isfinite().all()) for name, g in gradients.items())
+    after = {name: p.qdata for name, p in adapted.get_base_model().named_parameters() if isinstance(p, MXTensor)}
+    assert len(after) == len(before)
+
+
+def test_dequantizing_the_model(llama: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(llama, quantization_config=MXQuantConfig({"linear": "mxfp4"}))
+    expected = {n: p.dequantize() for n, p in model.named_parameters() if isinstance(p, MXTensor)}
+    model.dequantize()
+    for name, values in expected.items():
+        assert torch.equal(model.get_parameter(name), values)
+
+
+@pytest.mark.parametrize(
+    "arguments, error, named",
+    [
+        ({"config": "mxfp5"}, ValueError, "mxfp5"),
+        ({"config": "mxfp4", "group_size": 32}, TypeError, "group_size"),
+        ({"config": "mxfp4", "version": 2}, ValueError, "version 2"),
+    ],
+)
+def test_a_wrong_config_is_refused_at_once(arguments: dict, error: type[Exception], named: str) -> None:
+    with pytest.raises(error, match=named):
+        MXQuantConfig(**arguments)
+
+
+def test_a_config_without_a_format_quantizes_nothing(llama: Path) -> None:
+    with pytest.raises(ValueError, match="name a format"):
+        AutoModelForCausalLM.from_pretrained(llama, quantization_config=MXQuantConfig())
+
+
+def test_a_key_that_matches_nothing_is_refused(llama: Path) -> None:
+    with pytest.raises(ValueError, match="gate_up"):
+        AutoModelForCausalLM.from_pretrained(llama, quantization_config=MXQuantConfig({"re:.*gate_up": "mxfp4"}))
+
+
+def test_a_weight_with_nan_is_refused(llama: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(llama / "model.safetensors")
+    tensors["model.layers.0.mlp.up_proj.weight"][0, 0] = torch.nan
+    save_file(tensors, llama / "model.safetensors", {"format": "pt"})
+    with pytest.raises((ValueError, RuntimeError)):
+        AutoModelForCausalLM.from_pretrained(llama, quantization_config=MXQuantConfig("mxfp4"))

@@ -1,0 +1,258 @@
+"""`python -m mxquant`: what each command does, prints, and answers with."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from safetensors.torch import load_file, save_file
+from transformers import (
+    AutoModelForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+)
+
+from mxquant import MXTensor, from_pretrained, load_state, quantize_
+from mxquant.cli import main
+from mxquant.integrations.transformers import MXQuantConfig
+
+SMALL: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 128,
+    "head_dim": 16,
+    "max_position_embeddings": 64,
+}
+MODELS = {
+    "llama": lambda: LlamaForCausalLM(LlamaConfig(**SMALL)),
+    "tied": lambda: LlamaForCausalLM(LlamaConfig(**SMALL, tie_word_embeddings=True)),
+    "mixtral": lambda: MixtralForCausalLM(MixtralConfig(**SMALL, num_local_experts=4)),
+    "gpt_oss": lambda: GptOssForCausalLM(
+        GptOssConfig(**SMALL, num_local_experts=4, layer_types=["full_attention"] * 2)
+    ),
+}
+IDS = torch.arange(16).reshape(2, 8)
+
+
+@pytest.fixture(params=sorted(MODELS))
+def source(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    MODELS[request.param]().to(torch.bfloat16).save_pretrained(tmp_path / "source", max_shard_size="60KB")
+    return tmp_path / "source"
+
+
+@pytest.fixture
+def llama(tmp_path: Path) -> Path:
+    MODELS["llama"]().to(torch.bfloat16).save_pretrained(tmp_path / "source")
+    return tmp_path / "source"
+
+
+def run(*arguments: object) -> int:
+    return main([str(argument) for argument in arguments])
+
+
+@pytest.mark.parametrize("fmt", ["mxfp4", "nvfp4", "mxfp6_e3m2"])
+def test_quantize_gives_the_bytes_of_quantizing_the_model(source: Path, fmt: str, tmp_path: Path) -> None:
+    (source / "tokenizer.json").write_text("{}")
+    assert run("quantize", source, tmp_path / "out", "--format", fmt) == 0
+    assert (tmp_path / "out" / "tokenizer.json").exists()
+    expected = AutoModelForCausalLM.from_pretrained(source, quantization_config=MXQuantConfig(fmt))
+    for ours in (from_pretrained(tmp_path / "out"), AutoModelForCausalLM.from_pretrained(tmp_path / "out")):
+        for name, parameter in expected.named_parameters():
+            other = ours.get_parameter(name)
+            assert type(other) is type(parameter), name
+            if isinstance(parameter, MXTensor):
+                assert other.metadata == parameter.metadata
+                pairs = zip(other.operand, parameter.operand, strict=True)
+                assert all((a is None and b is None) or torch.equal(a, b) for a, b in pairs), name
+            else:
+                assert torch.equal(other, parameter), name
+        assert torch.equal(ours(IDS).logits, expected(IDS).logits)
+    assert ours.config.quantization_config.to_dict() == expected.config.quantization_config.to_dict()
+
+
+@pytest.mark.parametrize("model", ["llama", "mixtral"])
+@pytest.mark.parametrize("producer", ["compressed-tensors", "quark"])
+def test_quantize_as_another_producer(model: str, producer: str, tmp_path: Path) -> None:
+    MODELS[model]().to(torch.bfloat16).save_pretrained(tmp_path / "source")
+    assert run("quantize", tmp_path / "source", tmp_path / "out", "--format", "mxfp4", "--as", producer) == 0
+    expected = AutoModelForCausalLM.from_pretrained(tmp_path / "source")
+    quantize_(expected, "mxfp4")
+    assert torch.equal(from_pretrained(tmp_path / "out")(IDS).logits, expected(IDS).logits)
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]["quant_method"] == producer
+
+
+def test_gpt_oss_as_gpt_oss(tmp_path: Path) -> None:
+    MODELS["gpt_oss"]().to(torch.bfloat16).save_pretrained(tmp_path / "source")
+    (tmp_path / "config.json").write_text('{"moe": {"weight": "mxfp4", "activation": null}}')
+    options = ("--config", tmp_path / "config.json", "--as", "gpt-oss")
+    assert run("quantize", tmp_path / "source", tmp_path / "out", *options) == 0
+    assert "model.layers.0.mlp.experts.gate_up_proj_blocks" in load_file(tmp_path / "out" / "model.safetensors")
+    expected = AutoModelForCausalLM.from_pretrained(tmp_path / "source")
+    quantize_(expected, {"moe": {"weight": "mxfp4", "activation": None}})
+    assert torch.equal(from_pretrained(tmp_path / "out")(IDS).logits, expected(IDS).logits)
+
+
+def test_fp32_files_are_quantized_in_the_models_dtype(tmp_path: Path) -> None:
+    """As transformers does when it quantizes on load."""
+    model = MODELS["llama"]()
+    model.save_pretrained(tmp_path / "source")
+    config = json.loads((tmp_path / "source" / "config.json").read_text()) | {"dtype": "bfloat16"}
+    (tmp_path / "source" / "config.json").write_text(json.dumps(config))
+    assert run("quantize", tmp_path / "source", tmp_path / "out", "--format", "mxfp4") == 0
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "source", quantization_config=MXQuantConfig("mxfp4"))
+    assert torch.equal(from_pretrained(tmp_path / "out")(IDS).logits, loaded(IDS).logits)
+
+
+@pytest.mark.parametrize(
+    "options, named",
+    [
+        (
+            ["--format", "nvfp4", "--as", "compressed-tensors"],
+            "computed at run time (its NVFP4 has calibrated ones) would be lost",
+        ),
+        (["--format", "mxfp6_e3m2", "--activation", "none", "--as", "compressed-tensors"], "its codes would be lost"),
+        (["--format", "mxfp4", "--as", "gpt-oss"], "would be lost"),
+        (["--format", "mxfp4", "--activation", "int8"], "int8"),
+        (["--config", "absent.json"], "absent.json"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_anything_is_written(
+    options: list[str], named: str, llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("quantize", llama, tmp_path / "out", *options) == 1
+    assert named in capsys.readouterr().err
+    assert [entry.name for entry in tmp_path.iterdir()] == ["source"]
+
+
+def test_quantizing_twice_and_in_place_is_refused(
+    llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("quantize", llama, llama, "--format", "mxfp4") == 1
+    assert "is the source" in capsys.readouterr().err
+    assert run("quantize", llama, tmp_path / "out", "--format", "mxfp4") == 0
+    assert run("quantize", tmp_path / "out", tmp_path / "again", "--format", "mxfp4") == 1
+    assert "is quantized already, by mxquant" in capsys.readouterr().err
+    assert not (tmp_path / "again").exists()
+
+
+@pytest.mark.parametrize(
+    "arguments", [[], ["quantize", "a", "b"], ["quantize", "a", "b", "--format", "int4"], ["inspect"], ["solve"]]
+)
+def test_wrong_usage_exits_with_two(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        main(arguments)
+    assert exit_.value.code == 2
+    assert "usage:" in capsys.readouterr().err
+
+
+def test_inspect(llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run("quantize", llama, tmp_path / "out", "--format", "mxfp4")
+    capsys.readouterr()
+    assert run("inspect", tmp_path / "out") == 0
+    text = capsys.readouterr().out
+    assert "mxquant, 14 of 21 tensors quantized" in text
+    assert run("inspect", tmp_path / "out", "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    rows = {row["name"]: row for row in found["tensors"]}
+    row = rows["model.layers.0.mlp.up_proj.weight"]
+    assert (row["format"], row["precision"], row["shape"], row["bits"]) == ("mxfp4", "W4A4", [96, 64], 4.25)
+    assert rows["lm_head.weight"]["format"] == "bf16"
+    assert found["parameters"] == sum(parameter.numel() for parameter in MODELS["llama"]().parameters())
+
+
+def test_inspect_needs_no_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_file({"w": torch.ones(2, 3)}, tmp_path / "weights.safetensors")
+    assert run("inspect", tmp_path / "weights.safetensors", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["producer"] is None
+
+
+def test_report(llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run("quantize", llama, tmp_path / "a", "--format", "mxfp4")
+    run("quantize", llama, tmp_path / "b", "--format", "mxfp8")
+    capsys.readouterr()
+    name = "model.layers.0.mlp.up_proj.weight"
+
+    def rows(first: Path, second: Path) -> dict[str, dict[str, Any]]:
+        assert run("report", first, second, "--json") == 0
+        return {row["name"]: row for row in json.loads(capsys.readouterr().out)["tensors"]}
+
+    against_plain = rows(llama, tmp_path / "a")
+    plain, quantized = load_state(llama)[name].double(), load_state(tmp_path / "a")[name].dequantize().double()
+    expected = 20 * torch.log10(plain.norm() / (plain - quantized).norm())
+    assert against_plain[name]["sqnr_db"] == pytest.approx(expected.item())
+    assert against_plain[name]["differing_bytes"] is None
+    assert against_plain["lm_head.weight"] == {
+        "name": "lm_head.weight",
+        "kinds": ["bfloat16", "bfloat16"],
+        "shape": [128, 64],
+        "differing_bytes": 0,
+        "nbytes": 128 * 64 * 2,
+        "sqnr_db": "inf",
+    }
+    assert rows(llama, tmp_path / "b")[name]["sqnr_db"] > against_plain[name]["sqnr_db"] + 10
+    assert all(row["differing_bytes"] == 0 for row in rows(tmp_path / "a", tmp_path / "a").values())
+
+
+def test_report_counts_differing_bytes(llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run("quantize", llama, tmp_path / "a", "--format", "mxfp4")
+    run("quantize", llama, tmp_path / "b", "--format", "mxfp4")
+    file = tmp_path / "b" / "model.safetensors"
+    name = "model.layers.0.mlp.up_proj.weight"
+    from safetensors import safe_open
+
+    with safe_open(file, "pt") as handle:
+        metadata = handle.metadata()
+    tensors = {key: tensor.clone() for key, tensor in load_file(file).items()}
+    tensors[f"{name}.qdata"][:2, 0] ^= 1
+    tensors[f"{name}.scale"][5, 1] += 1
+    save_file(tensors, file, metadata)
+    capsys.readouterr()
+    assert run("report", tmp_path / "a", tmp_path / "b", "--json") == 0
+    rows = {row["name"]: row for row in json.loads(capsys.readouterr().out)["tensors"]}
+    assert rows[name]["differing_bytes"] == 3
+    assert run("report", tmp_path / "a", tmp_path / "b") == 0
+    assert "differing bytes" in capsys.readouterr().out
+
+
+def test_report_of_strangers_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_file({"a": torch.ones(2)}, tmp_path / "a.safetensors")
+    save_file({"b": torch.ones(2)}, tmp_path / "b.safetensors")
+    assert run("report", tmp_path / "a.safetensors", tmp_path / "b.safetensors") == 1
+    assert "no tensor of one name" in capsys.readouterr().err
+
+
+def test_explain(llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run("quantize", llama, tmp_path / "out", "--format", "mxfp4")
+    capsys.readouterr()
+    assert run("explain", tmp_path / "out", "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert sum(len(kind["weights"]) for kind in found) == 14
+    assert all(kind["chosen"] for kind in found)
+    assert run("explain", tmp_path / "out", "--device", "cuda") == 0
+    assert "on cuda" in capsys.readouterr().out
+    assert run("explain", llama) == 1
+    assert "is not quantized" in capsys.readouterr().err
+
+
+def test_as_a_program(llama: Path) -> None:
+    command = [sys.executable, "-m", "mxquant", "inspect", str(llama), "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout)["producer"] is None
+    done = subprocess.run([sys.executable, "-m", "mxquant", "inspect", "nowhere"], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "nowhere is neither a folder nor a file" in done.stderr
