@@ -196,7 +196,7 @@ def _row(content: Content, name: str) -> dict[str, Any]:
     bits = 8 * nbytes / max(1, math.prod(shape))
     row: dict[str, Any] = {"name": name, "shape": list(shape), "bits": bits, "bytes": nbytes}
     if stored is None:
-        dtype = content.checkpoint.tensors[content.ordinary[name]].dtype
+        dtype = content.checkpoint.tensors[name].dtype
         return row | {"format": dtype.lower(), "precision": None, "activation": None}
     weight = get_format(stored.format).element.bits
     activation = 16 if stored.activation is None else get_format(stored.activation, activation=True).element.bits

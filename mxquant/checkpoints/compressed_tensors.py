@@ -137,7 +137,7 @@ def _divisor(multiplier: Tensor, known: Tensor | None) -> Tensor:
     """The fp32 number [1] whose reciprocal is nearest to `multiplier`: the one it came from, where that is known."""
     nearest = 1 / multiplier
     around = [torch.nextafter(nearest, nearest * factor) for factor in (0, 2)]
-    candidates = [*([known.reshape(())] if known is not None else []), nearest, *around]
+    candidates = [*([known.reshape(()).to(multiplier.device)] if known is not None else []), nearest, *around]
     return next((c for c in candidates if torch.equal(1 / c, multiplier)), nearest).reshape(1).clone()
 
 

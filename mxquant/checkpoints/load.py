@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -33,8 +33,8 @@ class Content:
     checkpoint: Checkpoint
     producer: Producer | None
     quantized: dict[str, Stored]
-    ordinary: dict[str, str]
-    """Names of the tensors that are not quantized, and what the files call them."""
+    ordinary: list[str]
+    """The tensors that are not quantized."""
     left_out: dict[str, str]
     aliases: dict[str, str]
     dtype: torch.dtype
@@ -49,7 +49,7 @@ class Content:
         """One tensor: an MXTensor where it is quantized."""
         stored = self.quantized.get(name)
         if stored is None:
-            return reader.read(self.ordinary[name])
+            return reader.read(name)
         return self.read_quantized(stored, reader.read)
 
     def read_quantized(self, stored: Stored, read: Callable[[str], Tensor]) -> MXTensor:
@@ -59,7 +59,7 @@ class Content:
         """The logical shape, from the headers."""
         stored = self.quantized.get(name)
         if stored is None:
-            return self.checkpoint.tensors[self.ordinary[name]].shape
+            return self.checkpoint.tensors[name].shape
         if stored.declared is not None:
             return stored.declared[1]
         return logical_shape(check_stored(stored, self.checkpoint.tensors), stored.axis)
@@ -67,7 +67,7 @@ class Content:
     def nbytes(self, name: str) -> int:
         """Bytes in the files."""
         stored = self.quantized.get(name)
-        parts = [self.ordinary[name]] if stored is None else stored.parts
+        parts = [name] if stored is None else stored.parts
         return sum(_nbytes(self.checkpoint.tensors[part]) for part in parts)
 
 
@@ -94,8 +94,7 @@ def read_content(path: str | os.PathLike[str]) -> Content:
             if part in used:
                 raise ValueError(f"{part!r} belongs both to {used[part]!r} and to {stored.name!r}")
             used[part] = stored.name
-    rest = [name for name in checkpoint.tensors if name not in used and name not in reading.left_out]
-    ordinary = {reading.renamed.get(name, name): name for name in rest}
+    ordinary = [name for name in checkpoint.tensors if name not in used and name not in reading.left_out]
     _check_ordinary(ordinary, quantized, checkpoint, producer)
     _check_aliases(reading.aliases, {*quantized, *ordinary})
     if reading.left_out:
@@ -146,13 +145,13 @@ def load_state(path: str | os.PathLike[str]) -> dict[str, Tensor]:
 
 
 def _check_ordinary(
-    ordinary: Mapping[str, str], quantized: Mapping[str, Stored], checkpoint: Checkpoint, producer: Producer | None
+    ordinary: Iterable[str], quantized: Mapping[str, Stored], checkpoint: Checkpoint, producer: Producer | None
 ) -> None:
     who = "an unquantized checkpoint" if producer is None else f"a checkpoint of {producer.name}"
-    for name, file_name in ordinary.items():
+    for name in ordinary:
         if name in quantized:
             raise ValueError(f"{name!r} is there both as it is and as {quantized[name].qdata!r}; one of them must go")
-        info = checkpoint.tensors[file_name]
+        info = checkpoint.tensors[name]
         if producer is not None and name.endswith(_PART_SUFFIXES):
             raise ValueError(f"{name!r} belongs to no quantized weight of {who}: its codes are missing")
         if name.endswith("weight") and (info.dtype == "U8" or info.dtype.startswith(("F8", "F4"))):

@@ -56,5 +56,5 @@ class Origin:
             },
             divisors,
             {name: reader.read(name).clone() for name in content.left_out},
-            {name: reader.read(file_name).dtype for name, file_name in content.ordinary.items()},
+            {name: reader.read(name).dtype for name in content.ordinary},
         )

@@ -23,8 +23,6 @@ class Reading:
     stored: list[Stored]
     left_out: dict[str, str] = field(default_factory=dict)
     """Tensors that are no part of the weights, with the reason: scales of a KV cache."""
-    renamed: dict[str, str] = field(default_factory=dict)
-    """Ordinary tensors whose names in the files are not their own."""
     aliases: dict[str, str] = field(default_factory=dict)
     """Tied names: each with the name that it stands for."""
 

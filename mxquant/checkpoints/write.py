@@ -30,11 +30,13 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
     kept. Until the new one is complete, the old one is untouched.
 
     Raises:
-        FileExistsError: `path` is a file.
+        FileExistsError: `path` is a file, or a folder with folders of its own.
     """
     target = Path(os.path.abspath(path))
     if target.exists() and not target.is_dir():
         raise FileExistsError(f"{target} is a file; name a folder to write the checkpoint to")
+    if nested := [entry.name for entry in target.iterdir() if entry.is_dir()] if target.exists() else []:
+        raise FileExistsError(f"{target} has folders of its own ({nested[0]}) and is not replaced; name a new one")
     target.parent.mkdir(parents=True, exist_ok=True)
     fresh = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".part", dir=target.parent))
     try:
@@ -64,8 +66,6 @@ def _put_in_place(fresh: Path, target: Path) -> None:
     if not target.exists():
         fresh.rename(target)
         return
-    if nested := [entry.name for entry in target.iterdir() if entry.is_dir()]:
-        raise FileExistsError(f"{target} has folders of its own ({nested[0]}); name a new folder")
     old = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".old", dir=target.parent))
     target.rename(old / target.name)
     try:

@@ -15,6 +15,7 @@ from mxquant.checkpoints.files import Reader
 from mxquant.checkpoints.load import Content, read_content
 from mxquant.checkpoints.origin import ORIGIN, Origin
 from mxquant.modules.linear import replace_parameter
+from mxquant.report import SKIP_REASON
 from mxquant.tensor import MXTensor, as_weight
 
 if TYPE_CHECKING:
@@ -191,11 +192,15 @@ def _check_loaded(info: Mapping[str, Any]) -> None:
 
 
 def _serve(model: nn.Module, backend: str) -> None:
-    """Each quantized weight as the backend that serves it wants it, tied ones tied."""
+    """Each quantized weight as the backend that serves it wants it, tied ones tied; of others, for `summary`, why."""
     served: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for attribute, parameter in module._parameters.items():
-            if parameter is None or not is_quantized(parameter):
+            if parameter is None:
+                continue
+            if not is_quantized(parameter):
+                if parameter.dim() >= 2:
+                    module.__dict__.setdefault(SKIP_REASON, {})[attribute] = "not quantized in the checkpoint"
                 continue
             if id(parameter) not in served:
                 weight = as_weight(cast(MXTensor, parameter), backend)

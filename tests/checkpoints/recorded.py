@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
 from conformance.vectors import existing
 from safetensors.torch import load_file
 from torch import Tensor
@@ -40,8 +39,3 @@ def folder(name: str) -> Path:
 
 def tensors(name: str, file: str = "model") -> dict[str, Tensor]:
     return load_file(folder(name) / f"{file}.safetensors")
-
-
-@pytest.fixture(params=NAMES)
-def recorded(request: pytest.FixtureRequest) -> str:
-    return request.param

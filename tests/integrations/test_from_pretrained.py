@@ -16,7 +16,7 @@ pytest.importorskip("transformers")
 
 from checkpoints.recorded import NAMES, SCHEMES, folder, tensors
 
-from mxquant import MXTensor, dequantize_, from_pretrained, load_state
+from mxquant import MXTensor, dequantize_, from_pretrained, load_state, summary
 
 WEIGHT_ONLY, BOTH = "logits_weight_only_fp32", "logits_w_and_a_fp32"
 # gpt-oss's was recorded with rotary frequencies in fp32; the other models had been cast to bf16 whole, and back.
@@ -123,6 +123,14 @@ def test_the_config_is_not_taken_for_transformers_own() -> None:
     assert model.generation_config.eos_token_id == 2
     ids = torch.arange(6).reshape(2, 3)
     assert model.generate(ids, max_new_tokens=3, do_sample=False).shape == (2, 6)
+
+
+def test_summary_says_where_it_comes_from() -> None:
+    found = summary(from_pretrained(folder("quark_mxfp4_w4a4_llama")))
+    assert len(found.quantized) == 14
+    assert {row.name: row.reason for row in found.skipped} == dict.fromkeys(
+        ("model.embed_tokens.weight", "lm_head.weight"), "not quantized in the checkpoint"
+    )
 
 
 def test_transformers_saves_and_loads_it(tmp_path: Path) -> None:

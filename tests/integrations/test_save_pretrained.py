@@ -241,6 +241,15 @@ def test_an_interrupted_save_leaves_what_was_there(tmp_path: Path, monkeypatch: 
     assert {file.name: file.read_bytes() for file in (tmp_path / "saved").iterdir()} == before
 
 
+def test_a_folder_of_other_things_is_not_replaced(tmp_path: Path) -> None:
+    model = small_llama()
+    quantize_(model, "mxfp4")
+    (tmp_path / "home" / "letters").mkdir(parents=True)
+    with pytest.raises(FileExistsError, match="letters"):
+        save_pretrained(model, tmp_path / "home")
+    assert [entry.name for entry in tmp_path.iterdir()] == ["home"]
+
+
 def test_saving_over_itself(tmp_path: Path) -> None:
     """A model whose weights are views of the files that are replaced; a tokenizer beside them stays."""
     model = small_llama()
