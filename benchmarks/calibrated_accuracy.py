@@ -5,6 +5,7 @@ quantization gives two figures: the weight-only model has the same codes, withou
 
     python benchmarks/calibrated_accuracy.py                    # parallel; about half an hour
     python benchmarks/calibrated_accuracy.py --sequential       # twice that
+    python benchmarks/calibrated_accuracy.py --mixed 5          # formats mixed by sensitivity, nothing else
 """
 
 import argparse
@@ -18,12 +19,15 @@ from example_scripts import load
 from record import Record
 from torch import nn
 
-from mxquant import GPTQ, MXFP4Config, MXTensor, NVFP4Config, quantize_
+from mxquant import GPTQ, MXFP4Config, MXFP6Config, MXTensor, NVFP4Config, quantize_, summary
+from mxquant.algorithms import sensitivity
 
 # The goals are for the mean of three samples on 20,480 tokens.
 GOALS = {"mxfp4 W4A16": 36.5, "mxfp4 W4A4": 49, "nvfp4 W4A4": 46}
+MIXED_GOAL = 43
 COSINE_GOAL = 0.955
 ROTATION = {"mxfp4": 32, "nvfp4": 16}
+SEARCHED = {"mxfp4": "mse", "nvfp4": "four_over_six"}
 CONFIG = {"mxfp4": MXFP4Config, "nvfp4": NVFP4Config}
 
 
@@ -47,7 +51,9 @@ def smollm2(record: Record, arguments: argparse.Namespace, algorithm: GPTQ) -> N
             batches = gptq.wikipedia_windows(tokenizer, arguments.calibration, sample)
             quantized = copy.deepcopy(model)
             start = time.perf_counter()
-            quantize_(quantized, CONFIG[name](rotation=ROTATION[name], algorithm=algorithm), calibration=batches)
+            modes = dict.fromkeys(("scale_mode", "activation_scale_mode"), SEARCHED[name]) if arguments.search else {}
+            config = CONFIG[name](rotation=ROTATION[name], algorithm=algorithm, **modes)
+            quantize_(quantized, config, calibration=batches)
             seconds = round(time.perf_counter() - start, 1)
             for precision, figures in found.items():
                 if precision == "W4A16":
@@ -61,6 +67,31 @@ def smollm2(record: Record, arguments: argparse.Namespace, algorithm: GPTQ) -> N
             if arguments.tokens == 20_480:
                 goal = GOALS[f"{name} {precision}"]
                 record.goal(f"SmolLM2, {name} {precision}: mean perplexity", mean(figures), at_most=goal)
+
+
+def mixed(record: Record, arguments: argparse.Namespace, algorithm: GPTQ) -> None:
+    """MXFP4 and MXFP6 by sensitivity, in the budget of bits a weight."""
+    gptq = load("smollm2_gptq")
+    gptq.logging.disable_progress_bar()
+    model, tokenizer = gptq.load_smollm2()
+    windows = gptq.news_windows(tokenizer, arguments.tokens)
+    configs = [MXFP4Config(rotation=32, algorithm=algorithm), MXFP6Config(rotation=32, algorithm=algorithm)]
+    found = []
+    for sample in arguments.samples:
+        batches = gptq.wikipedia_windows(tokenizer, arguments.calibration, sample)
+        quantized = copy.deepcopy(model)
+        start = time.perf_counter()
+        mapping = sensitivity(quantized, batches[0][:2].split(1), configs).propose(arguments.mixed)
+        quantize_(quantized, mapping, calibration=batches)
+        seconds = round(time.perf_counter() - start, 1)
+        found.append(round(gptq.perplexity(quantized, windows), 2))
+        bits = round(summary(quantized).bits_per_weight or 0, 3)
+        row = {"config": "mxfp4 and mxfp6, W and A", "bits": bits, "sample": sample, "perplexity": found[-1]}
+        record.results.append({"model": "SmolLM2-135M-Instruct", **row, "seconds": seconds})
+        print(row, flush=True)
+        record.write()
+    if arguments.tokens == 20_480:
+        record.goal(f"SmolLM2, mixed in {arguments.mixed} bits: mean perplexity", mean(found), at_most=MIXED_GOAL)
 
 
 def minilm(record: Record, arguments: argparse.Namespace, algorithm: GPTQ) -> None:
@@ -89,20 +120,26 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--samples", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--formats", nargs="+", choices=CONFIG, default=list(CONFIG))
     parser.add_argument("--sequential", action="store_true", help="calibrate each layer on quantized predecessors")
+    parser.add_argument("--search", action="store_true", help="SmolLM2 with scales that are searched for")
+    parser.add_argument("--mixed", type=float, help="only formats mixed within so many bits a weight")
     arguments = parser.parse_args(argv)
 
     mode = "sequential" if arguments.sequential else "parallel"
+    scales = f"SmolLM2's scales by {' and '.join(SEARCHED.values())}" if arguments.search else "default scale modes"
     record = Record(
-        f"calibrated_accuracy_{mode}",
+        f"{'calibrated' if arguments.mixed is None else 'mixed'}_accuracy_{mode}{'_search' * arguments.search}",
         "what rotation and GPTQ win back on all-MiniLM-L6-v2 and SmolLM2-135M-Instruct",
-        f"rotation of the block's size and GPTQ ({mode}), default scale modes; SmolLM2: {arguments.calibration} tokens "
+        f"rotation of the block's size and GPTQ ({mode}), {scales}; SmolLM2: {arguments.calibration} tokens "
         f"of Wikipedia to calibrate, {arguments.tokens} of the Lee news corpus to evaluate, in windows of 512; the "
         "weight-only model has the codes of the other; embeddings in fp32; MiniLM: 96 paragraphs, 64 texts",
     )
     torch.manual_seed(0)
     algorithm = GPTQ(sequential=arguments.sequential)
-    minilm(record, arguments, algorithm)
-    smollm2(record, arguments, algorithm)
+    if arguments.mixed is None:
+        minilm(record, arguments, algorithm)
+        smollm2(record, arguments, algorithm)
+    else:
+        mixed(record, arguments, algorithm)
     record.save()
 
 

@@ -7,7 +7,9 @@ its matmuls add.
 
 from __future__ import annotations
 
+import ast
 import importlib.util
+import json
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -16,6 +18,7 @@ import pytest
 from torch import nn
 
 from mxquant import MXFP4Config, MXTensor, quantize_
+from mxquant.report import Summary
 
 pytestmark = pytest.mark.slow
 
@@ -193,6 +196,32 @@ class TestSmolLM2GPTQ:
         with pytest.raises(SystemExit):
             gptq.main([option, "1000"])
         assert f"{option} 1000: give a multiple of 512" in capsys.readouterr().err
+
+
+class TestNotebook:
+    def test_its_cells_run(self, smollm2: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+        """As Python, in order, on fewer tokens; what a cell ends with is rendered as a notebook would."""
+        pytest.importorskip("matplotlib")
+        monkeypatch.syspath_prepend(str(EXAMPLES))
+        notebook = json.loads((EXAMPLES / "formats_side_by_side.ipynb").read_text(encoding="utf-8"))
+        names: dict[str, Any] = {}
+        shown = []
+        for cell in notebook["cells"]:
+            if cell["cell_type"] == "code":
+                *body, last = ast.parse("".join(cell["source"])).body
+                exec(compile(ast.Module(body, []), cell["id"], "exec"), names)
+                names.update({name: 512 for name in ("TOKENS", "CALIBRATION") if name in names})
+                if isinstance(last, ast.Expr):
+                    shown.append(eval(compile(ast.Expression(last.value), cell["id"], "eval"), names))
+                else:
+                    exec(compile(ast.Module([last], []), cell["id"], "exec"), names)
+        perplexities = names["perplexities"]
+        assert perplexities["fp32"] < perplexities["mxfp8"] < perplexities["nvfp4"] < perplexities["mxfp4"]
+        assert perplexities["mxfp4, rotated GPTQ"] < perplexities["mxfp4"]
+        (layers,) = [value for value in shown if isinstance(value, Summary)]
+        assert "<th>SQNR dB</th>" in layers._repr_html_()
+        (axes,) = shown[-1].axes
+        assert len(axes.lines[1].get_ydata()) == 210
 
 
 class TestSmolLM2MoE:

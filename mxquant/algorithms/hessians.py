@@ -28,6 +28,8 @@ class Inputs:
     hessians: dict[int, Tensor] = field(default_factory=dict)
     """fp32 [K, K] for each expert that saw tokens; the only one of a linear layer is 0."""
     tokens: dict[int, int] = field(default_factory=dict)
+    runs_again: bool = False
+    """Whether the layers run more than once in a forward."""
 
     def add(self, index: int, x: Tensor) -> None:
         """Rows [..., K] that matrix `index` multiplies."""
@@ -91,19 +93,19 @@ class Observer:
     def _see(self, target: Target, given: tuple[object, ...], add: Callable[[Inputs], None]) -> None:
         """`given`: what layers of the same inputs are given the same objects of."""
         known = next((inputs for seen, inputs in self._seen if _are_same(seen, given)), None)
-        if target not in self._of_target:
+        inputs = self._of_target.get(target)
+        if inputs is None:
+            inputs = self._of_target[target] = known or Inputs()
+            inputs.targets.append(target)
             if known is None:
-                known = Inputs()
-                self.found.append(known)
-            self._of_target[target] = known
-            known.targets.append(target)
-        inputs = self._of_target[target]
-        if any(inputs is seen for _, seen in self._seen):
+                self.found.append(inputs)
+        if known is inputs:
             return  # summed for the one that it shares them with
+        inputs.runs_again |= any(inputs is seen for _, seen in self._seen)
         self._seen.append((given, inputs))
         if self.sums and self.only in (None, inputs):
             add(inputs)
-        if self.only is inputs:
+        if self.only is inputs and not inputs.runs_again:
             raise Stop
 
 

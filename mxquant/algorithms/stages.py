@@ -144,6 +144,7 @@ def _record(model: nn.Module, call: _Call, blocks: list[nn.Module]) -> list[_Cal
 
         return record
 
+    own = [vars(block).get("forward") for block in blocks]  # of an instance, which other libraries may have set
     for index, block in enumerate(blocks):
         block.forward = stand_in(index, block.forward)
     try:
@@ -151,8 +152,10 @@ def _record(model: nn.Module, call: _Call, blocks: list[nn.Module]) -> list[_Cal
     except Stop:
         return calls
     finally:
-        for block in blocks:
-            del block.forward
+        for block, forward in zip(blocks, own, strict=True):
+            vars(block).pop("forward", None)
+            if forward is not None:
+                block.forward = forward
     raise _NoChain
 
 

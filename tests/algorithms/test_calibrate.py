@@ -208,6 +208,50 @@ def test_experts_and_a_linear_of_one_input_are_told_apart() -> None:
     assert (solved[0] == model.blocks[0].shared.weight.qdata).float().mean() > 0.99
 
 
+@pytest.mark.parametrize("sequential", [True, False])
+def test_a_layer_that_runs_twice_is_calibrated_on_both_inputs(sequential: bool) -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mix = nn.Linear(64, 64)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.mix(torch.relu(self.mix(x)))
+
+    model, data = Twice(), [torch.randn(64, 64) for _ in range(4)]
+    x = inputs_of(model, "mix", data)
+    assert x.shape[0] == 2 * 256
+    weight = model.mix.weight.detach().clone()
+    quantize_(model, MXFP4Config(algorithm=GPTQ(sequential=sequential)), calibration=data)
+    grid = Grid(get_format("mxfp4"), "even", None)
+    solved = gptq(weight, x.T @ x, grid, GPTQ())
+    assert (solved[0] == model.mix.weight.qdata).float().mean() > 0.99
+    first = torch.cat(data)
+    of_one = gptq(weight, first.T @ first, grid, GPTQ())
+    assert (of_one[0] == model.mix.weight.qdata).float().mean() < 0.9
+
+
+def test_one_block_in_the_list_twice_is_no_chain() -> None:
+    model, data = Model(), batches()
+    model.blocks[2] = model.blocks[0]
+    quantize_(model, ROTATED, calibration=data)
+    assert not any("forward" in vars(module) for module in model.modules())
+    assert model.blocks[2].up.weight is model.blocks[0].up.weight
+    assert isinstance(model.blocks[0].up.weight, MXTensor)
+
+
+def test_a_forward_that_another_library_set_is_kept() -> None:
+    model = Model()
+    wrapped = model.blocks[1].forward
+
+    def forward(hidden_states: Tensor, scale: float = 1.0) -> Tensor:
+        return wrapped(hidden_states, scale)
+
+    model.blocks[1].forward = forward
+    quantize_(model, ROTATED, calibration=batches())
+    assert model.blocks[1].forward is forward
+
+
 def test_a_layer_that_never_runs_is_rounded_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     model = Model()
     model.unused = nn.Linear(64, 64)
