@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, dict[str, float]]:
     parser = argparse.ArgumentParser(description="Perplexity of SmolLM2 and of a MoE model made of it.")
     parser.add_argument("--tokens", type=int, default=1024, help="evaluate on so many (default 1024)")
     parser.add_argument("--configs", nargs="*", choices=CONFIGS, default=["mxfp4 W4A16", "mxfp4 W4A4"])
-    parser.add_argument("--implementation", default="mxquant", help='of the quantized experts; or "grouped_mm", "eager"')
+    parser.add_argument("--implementation", default="mxquant", help='of quantized experts; or "grouped_mm", "eager"')
     arguments = parser.parse_args(argv)
     if arguments.tokens % WINDOW or arguments.tokens < WINDOW:
         parser.error(f"--tokens {arguments.tokens}: give a multiple of {WINDOW}")

@@ -11,8 +11,7 @@ if not torch.cuda.is_available():
     tl = pytest.importorskip("triton.language")
     triton = pytest.importorskip("triton")
     # Other tests may have imported Triton before, whose own library is then meant to be compiled.
-    for name in ("max", "min", "zeros"):
-        function = getattr(tl, name)
+    for name, function in list(vars(tl).items()):
         if isinstance(function, triton.runtime.JITFunction):
             setattr(tl, name, triton.jit(function.fn))
 
