@@ -14,39 +14,14 @@ import torch
 pytest.importorskip("transformers")
 
 from safetensors.torch import load_file, save_file
+from small_transformers import IDS, MODELS
 from transformers import (
     AutoModelForCausalLM,
-    GptOssConfig,
-    GptOssForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MixtralConfig,
-    MixtralForCausalLM,
 )
 
 from mxquant import MXTensor, from_pretrained, load_state, quantize_
 from mxquant.cli import main
 from mxquant.integrations.transformers import MXQuantConfig
-
-SMALL: dict[str, Any] = {
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 128,
-    "head_dim": 16,
-    "max_position_embeddings": 64,
-}
-MODELS = {
-    "llama": lambda: LlamaForCausalLM(LlamaConfig(**SMALL)),
-    "tied": lambda: LlamaForCausalLM(LlamaConfig(**SMALL, tie_word_embeddings=True)),
-    "mixtral": lambda: MixtralForCausalLM(MixtralConfig(**SMALL, num_local_experts=4)),
-    "gpt_oss": lambda: GptOssForCausalLM(
-        GptOssConfig(**SMALL, num_local_experts=4, layer_types=["full_attention"] * 2)
-    ),
-}
-IDS = torch.arange(16).reshape(2, 8)
 
 
 @pytest.fixture(params=sorted(MODELS))

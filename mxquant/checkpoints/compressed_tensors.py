@@ -20,7 +20,16 @@ import torch
 from torch import Tensor
 
 from mxquant.checkpoints.files import Checkpoint
-from mxquant.checkpoints.producer import Reading, check_matrix, check_mode, matches, module_of, one_scale, refuse
+from mxquant.checkpoints.producer import (
+    Reading,
+    check_matrix,
+    check_mode,
+    kv_cache_scales,
+    matches,
+    module_of,
+    one_scale,
+    refuse,
+)
 from mxquant.checkpoints.stored import Stored
 from mxquant.formats import get_format
 from mxquant.tensor import MXTensor
@@ -53,8 +62,7 @@ class CompressedTensors:
         stored = [
             _stored(module, _group_of(module, groups), checkpoint) for module in sorted(set(_modules(checkpoint)))
         ]
-        kv = {name: "scale of a KV cache" for name in checkpoint.tensors if name.endswith(_KV_SCALES)}
-        return Reading(stored, kv)
+        return Reading(stored, kv_cache_scales(checkpoint, _KV_SCALES))
 
     def activation_scale_mode(self, activation: str) -> str | None:
         return _ACTIVATION_MODES.get(activation)

@@ -23,7 +23,17 @@ import torch
 from torch import Tensor
 
 from mxquant.checkpoints.files import Checkpoint
-from mxquant.checkpoints.producer import Reading, check_matrix, check_mode, matches, module_of, one_scale, refuse
+from mxquant.checkpoints.producer import (
+    Reading,
+    check_matrix,
+    check_mode,
+    kv_cache_scales,
+    matches,
+    module_of,
+    modules_of_bytes,
+    one_scale,
+    refuse,
+)
 from mxquant.checkpoints.stored import Stored
 from mxquant.formats import get_format
 from mxquant.tensor import MXTensor
@@ -65,13 +75,8 @@ class ModelOpt:
         for name in checkpoint.tensors:
             if name.rpartition(".")[2] in _UNREAD:
                 raise NotImplementedError(f"{name!r}: AWQ and SVD scale activations before a matmul, which is not read")
-        stored = [
-            _stored(name.removesuffix(".weight"), config, checkpoint)
-            for name, info in checkpoint.tensors.items()
-            if name.endswith(".weight") and (info.dtype == "U8" or info.dtype.startswith("F8"))
-        ]
-        kv = {name: "scale of a KV cache" for name in checkpoint.tensors if name.endswith(_KV_SCALES)}
-        return Reading(stored, kv)
+        stored = [_stored(module, config, checkpoint) for module in modules_of_bytes(checkpoint)]
+        return Reading(stored, kv_cache_scales(checkpoint, _KV_SCALES))
 
     def activation_scale_mode(self, activation: str) -> str | None:
         return get_format(activation, activation=True).default_scale_mode

@@ -64,6 +64,20 @@ class Producer(Protocol):
         """
 
 
+def modules_of_bytes(checkpoint: Checkpoint) -> list[str]:
+    """The modules whose weights are bytes, packed codes or FP8, in the order of the files."""
+    return [
+        name.removesuffix(".weight")
+        for name, info in checkpoint.tensors.items()
+        if name.endswith(".weight") and (info.dtype == "U8" or info.dtype.startswith("F8"))
+    ]
+
+
+def kv_cache_scales(checkpoint: Checkpoint, suffixes: tuple[str, ...]) -> dict[str, str]:
+    """The tensors that are no part of the weights by their names, as `Reading.left_out`."""
+    return {name: "scale of a KV cache" for name in checkpoint.tensors if name.endswith(suffixes)}
+
+
 def matches(pattern: str, name: str) -> bool:
     """Whether an entry of a list of modules means the module `name`: "re:" and a regular expression from the start of
     the name, a glob, or the name itself.

@@ -15,7 +15,15 @@ import torch
 from torch import Tensor
 
 from mxquant.checkpoints.files import Checkpoint
-from mxquant.checkpoints.producer import Reading, check_matrix, matches, module_of, refuse
+from mxquant.checkpoints.producer import (
+    Reading,
+    check_matrix,
+    kv_cache_scales,
+    matches,
+    module_of,
+    modules_of_bytes,
+    refuse,
+)
 from mxquant.checkpoints.stored import Stored
 from mxquant.tensor import MXTensor
 
@@ -36,13 +44,8 @@ class Quark:
         packing = (config.get("export") or {}).get("pack_method", "reorder")
         if packing != "reorder" and any(info.dtype == "I32" for info in checkpoint.tensors.values()):
             raise NotImplementedError(f"pack_method {packing!r} is not read; export with 'reorder'")
-        stored = [
-            _stored(name.removesuffix(".weight"), config, checkpoint)
-            for name, info in checkpoint.tensors.items()
-            if name.endswith(".weight") and (info.dtype == "U8" or info.dtype.startswith("F8"))
-        ]
-        kv = {name: "scale of a KV cache" for name in checkpoint.tensors if name.endswith(_KV_SCALES)}
-        return Reading(stored, kv)
+        stored = [_stored(module, config, checkpoint) for module in modules_of_bytes(checkpoint)]
+        return Reading(stored, kv_cache_scales(checkpoint, _KV_SCALES))
 
     def activation_scale_mode(self, activation: str) -> str | None:
         return "even"

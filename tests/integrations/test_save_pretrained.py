@@ -14,22 +14,13 @@ from torch import Tensor
 pytest.importorskip("transformers")
 
 from checkpoints.recorded import NAMES, folder, producer_of, tensors
+from small_transformers import SMALL
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from mxquant import MXTensor, from_pretrained, load_state, mxfp4, quantize_, save_pretrained
 
 IDS = torch.arange(24).reshape(2, 12)
 ALL = ("mxquant", "compressed-tensors", "quark", "modelopt", "gpt-oss")
-SMALL: dict[str, Any] = {
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 128,
-    "head_dim": 16,
-    "max_position_embeddings": 64,
-}
 # Beside mxquant's own and themselves, what holds the recorded checkpoints without loss.
 CONVERTIBLE = {
     "ct_mxfp4a16_llama": {"quark"},
