@@ -14,10 +14,19 @@ import torch
 from torch import Tensor
 
 from mxquant.backends.base import Backend, Groups, Layout, Operand, Problem
-from mxquant.backends.tiles import Tiles, multiply_few, multiply_groups, reject_device, reject_shape
+from mxquant.backends.tiles import (
+    Tiles,
+    multiply_few,
+    multiply_groups,
+    multiply_specialized,
+    reject_device,
+    reject_shape,
+)
 from mxquant.kernels.tiles import ROWS
 
-# Up to so many rows decoding in registers is faster than a workspace.
+# So many rows are fastest with decoding and multiplying at the same time, where there is work for the whole device.
+_SPECIALIZED = range(17, 2049)
+# Elsewhere, up to so many rows decoding in registers is faster than a workspace.
 _FEW = 512
 # Elements to expand at a time: 128 MiB.
 _WORKSPACE = 1 << 26
@@ -42,6 +51,9 @@ class FP16(Backend):
         with torch.cuda.device_of(x):
             if problem.contraction == "unblocked":
                 return _multiply_unblocked(x, weight, bias, problem)
+            y = multiply_specialized(x, weight, bias, problem, _SPECIALIZED)
+            if y is not None:
+                return y
             return (multiply_few if 0 < x.shape[0] <= _FEW else _multiply_many)(x, weight, bias, problem)
 
     def grouped_matmul(

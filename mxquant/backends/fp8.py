@@ -14,9 +14,18 @@ import torch
 from torch import Tensor
 
 from mxquant.backends.base import Backend, Groups, Layout, Operand, Problem
-from mxquant.backends.tiles import Tiles, multiply_few, multiply_groups, reject_device, reject_shape
+from mxquant.backends.tiles import (
+    Tiles,
+    multiply_few,
+    multiply_groups,
+    multiply_specialized,
+    reject_device,
+    reject_shape,
+)
 
-# Up to so many rows decoding in registers, once for every 128 of them, is faster than a workspace.
+# So many rows are fastest with decoding and multiplying at the same time, where there is work for the whole device.
+_SPECIALIZED = range(33, 1025)
+# Elsewhere, up to so many rows decoding in registers, once for every 128 of them, is faster than a workspace.
 _FEW = 512
 
 
@@ -40,6 +49,9 @@ class FP8(Backend):
         x = x if x.stride(-1) == 1 else x.contiguous()
         bias = None if bias is None else bias.contiguous()
         with torch.cuda.device_of(x):
+            y = multiply_specialized(x, weight, bias, problem, _SPECIALIZED)
+            if y is not None:
+                return y
             return (multiply_few if x.shape[0] <= _FEW else _multiply_many)(x, weight, bias, problem)
 
     def grouped_matmul(

@@ -84,6 +84,20 @@ def multiply_few(x: Tensor, weight: Operand, bias: Tensor | None, problem: Probl
     return tiled.multiply_few(folded, x, weight.qdata, weight.scale, bias, problem.out_features, mode, problem.dtype)
 
 
+def multiply_specialized(
+    x: Tensor, weight: Operand, bias: Tensor | None, problem: Problem, rows: range
+) -> Tensor | None:
+    """`Backend.matmul` of as many rows as are in `rows` where that keeps most of the device busy; None elsewhere."""
+    n, k, mode = problem.out_features, problem.in_features, problem.activation_scale_mode
+    if x.shape[0] not in rows:
+        return None
+    import mxquant.kernels.tiled_specialized as tiled
+
+    if not tiled.keeps_busy(x.shape[0], n, k, x.device):
+        return None
+    return tiled.multiply_many(_fold(x, mode), x, weight.qdata, weight.scale, bias, n, mode, problem.dtype)
+
+
 def multiply_groups(x: Tensor, weights: Operand, bias: Tensor | None, groups: Groups, problem: Problem) -> Tensor:
     """`Backend.grouped_matmul`, without a look at the offsets on the host."""
     import mxquant.kernels.tiled_grouped as tiled
