@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from mxquant.backends.base import Backend, Groups, Layout, Operand, Problem
-from mxquant.backends.tiles import Tiles, multiply_few, multiply_groups, reject_device, reject_shape
+from mxquant.backends.tiles import Tiles, multiply_few, multiply_groups, reject_device, reject_shape, walkable
 
 # Up to so many rows decoding in registers, once for every 128 of them, is faster than a workspace.
 _FEW = 512
@@ -34,13 +34,13 @@ class FP8(Backend):
         return reject_shape(problem)
 
     def matmul(self, x: Tensor, weight: Operand, bias: Tensor | None, problem: Problem) -> Tensor:
-        if x.shape[0] == 0:
+        rows = x.shape[0]
+        if 0 < rows <= _FEW:
+            return multiply_few(x, weight, bias, problem)
+        if rows == 0:
             return x.new_empty(0, problem.out_features)
-        # The kernels walk along rows of x and along the bias; how far apart rows are is theirs to know.
-        x = x if x.stride(-1) == 1 else x.contiguous()
-        bias = None if bias is None else bias.contiguous()
         with torch.cuda.device_of(x):
-            return (multiply_few if x.shape[0] <= _FEW else _multiply_many)(x, weight, bias, problem)
+            return _multiply_many(*walkable(x, bias), weight, problem)
 
     def grouped_matmul(
         self, x: Tensor, weights: Operand, bias: Tensor | None, groups: Groups, problem: Problem
@@ -48,7 +48,7 @@ class FP8(Backend):
         return multiply_groups(x, weights, bias, groups, problem)
 
 
-def _multiply_many(x: Tensor, weight: Operand, bias: Tensor | None, problem: Problem) -> Tensor:
+def _multiply_many(x: Tensor, bias: Tensor | None, weight: Operand, problem: Problem) -> Tensor:
     # Imported here: they import triton, which is not everywhere. `from` would take several times as long.
     import mxquant.kernels.fold as fold
     import mxquant.kernels.tiled_expand as tiled

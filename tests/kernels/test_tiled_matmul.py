@@ -10,7 +10,6 @@ from torch import Tensor
 
 from kernels.folded_rows import MXFP4
 from mxquant.formats import dequantize_blocks, quantize_blocks
-from mxquant.kernels.fold import fold_activation, fold_bfloat16
 from mxquant.kernels.tiled_grouped import multiply_groups
 from mxquant.kernels.tiled_matmul import multiply_few
 from mxquant.kernels.tiles import pack_tiles
@@ -38,10 +37,6 @@ def activations(rows: int, columns: int, mode: str | None) -> tuple[Tensor, Tens
     )
 
 
-def folded(x: Tensor, mode: str | None) -> tuple[Tensor, Tensor]:
-    return fold_bfloat16(x) if mode is None else fold_activation(x, mode, permute=True)
-
-
 @pytest.mark.parametrize("mode", ["even", None])
 @pytest.mark.parametrize("columns", [288, 480, 512])
 @pytest.mark.parametrize("rows", [1, 17])
@@ -51,11 +46,11 @@ def test_a_few_rows(rows: int, columns: int, mode: str | None, device: torch.dev
     (x, x64), bias = activations(rows, columns, mode), torch.randn(128)
     on_device = [t.to(device) for t in tiles]
     x = x.to(device)
-    y = multiply_few(folded(x, mode), x, *on_device, bias.to(device), 128, mode, torch.float32)
+    y = multiply_few(x, *on_device, bias.to(device), 128, mode, torch.float32)
     # FP8 tensor cores keep 14 bits of a partial sum: the bound of half-precision outputs is theirs.
     y = y.bfloat16() if device.type == "cuda" and mode else y
     assert_product(y.cpu(), x64, w64, bias)
-    without = multiply_few(folded(x, mode), x, *on_device, None, 128, mode, torch.float32)
+    without = multiply_few(x, *on_device, None, 128, mode, torch.float32)
     with pytest.raises(AssertionError):
         assert_product(without.cpu(), x64, w64, 100 * bias)
 
@@ -70,7 +65,7 @@ def test_groups_of_rows(columns: int, mode: str | None, device: torch.device) ->
     routing = route(ids, 3)
     x, (offsets, rows) = x.to(device), (routing.offsets_E.to(device), routing.token_S.to(device))
     y = multiply_groups(
-        folded(x, mode), x, *(t.to(device) for t in tiles), bias.to(device), offsets, rows, 64, mode, torch.float32
+        x, *(t.to(device) for t in tiles), bias.to(device), offsets, rows, 64, mode, torch.float32
     ).cpu()
     y = y.bfloat16() if device.type == "cuda" and mode else y
     ends = [0, *routing.offsets_E.tolist()]
