@@ -68,7 +68,7 @@ def _fold(x: Tensor, scale_mode: str | None, *, permute: bool) -> tuple[Tensor, 
     return values, row_scale
 
 
-def fold_activation(x: Tensor, scale_mode: str | None, *, permute: bool) -> tuple[Tensor, Tensor]:
+def fold_activation(x: Tensor, scale_mode: str, *, permute: bool) -> tuple[Tensor, Tensor]:
     """Quantize and fold rows.
 
     Args:

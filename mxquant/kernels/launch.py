@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import torch
 import triton
 from torch import Tensor
-from triton.backends.nvidia.driver import CudaLauncher
 from triton.compiler import CompiledKernel
 from triton.runtime import JITFunction
 
@@ -92,7 +91,8 @@ class Entry(NamedTuple):
 
 def entry(compiled: CompiledKernel) -> Entry:
     run, hooks = compiled.run, (None, None, None)  # what they would be told, and those before and after
-    if _VERSION == (3, 6) and isinstance(run, CudaLauncher) and not run.global_scratch_size + run.profile_scratch_size:
+    is_known = _VERSION == (3, 6) and type(run).__name__ == "CudaLauncher"
+    if is_known and run.global_scratch_size == run.profile_scratch_size == 0:
         # What `run` calls after allocating what the kernel asks for, here nothing. It takes less than half as long.
         kind = run.launch_cooperative_grid, run.launch_pdl
         return Entry(run.launch, (compiled.function, *kind, None, None, compiled.packed_metadata, *hooks))

@@ -23,6 +23,16 @@ from mxquant.kernels.launch import CachedLaunch, entry, is_observed, settings
 _ALIGNMENT = 512
 
 
+Kind = tuple[torch.dtype, torch.device]
+"""What a plan is kept by for each tensor given, beside sizes and strides: kernels are compiled for its dtype, and on
+another device its address means nothing.
+"""
+
+
+def kind(tensor: Tensor | None) -> Kind | None:
+    return None if tensor is None else (tensor.dtype, tensor.device)
+
+
 class Buffer(NamedTuple):
     """A tensor that is yet to be made."""
 
@@ -55,8 +65,8 @@ class Step(NamedTuple):
 class Plan:
     """Steps, in order, from tensors given to a tensor returned.
 
-    Whatever the steps depend on but for the values and addresses of the tensors must be settled: keep a plan by shapes,
-    strides, dtypes and device.
+    Whatever the steps depend on but for the values and addresses of the tensors must be settled: keep a plan by all of
+    it, and by the kind of each tensor.
     """
 
     def __init__(

@@ -19,7 +19,7 @@ from torch import Tensor
 from mxquant.kernels.fold import any_unfit, folding, row_factor
 from mxquant.kernels.launch import cached_launch, cdiv, next_power_of_2
 from mxquant.kernels.overlap import await_previous, let_next_start
-from mxquant.kernels.plan import Buffer, Plan, Step
+from mxquant.kernels.plan import Buffer, Kind, Plan, Step, kind
 from mxquant.kernels.tiled import exact_tile, highest_exponent
 from mxquant.kernels.tiled_decode import TOP, columns_of, tile_product
 from mxquant.kernels.tiled_matmul import adding, arrange, shape_for
@@ -46,10 +46,9 @@ def multiply_groups(
         rows_S: int64, the row of `x_TK` at each place, one or more; None: places are rows.
         scale_mode: of MXFP4 activations; None: they are not quantized.
     """
-    plan = _plan(
-        *x_TK.shape, n, offsets_E.shape[0], x_TK.stride()[0], None if rows_S is None else rows_S.shape[0], x_TK.dtype,
-        None if bias_EN is None else bias_EN.dtype, scale_mode, dtype, x_TK.device,
-    )  # fmt: skip
+    gathered = None if rows_S is None else rows_S.shape[0]
+    kinds = x_TK.dtype, kind(offsets_E), kind(rows_S), kind(bias_EN)
+    plan = _plan(*x_TK.shape, n, offsets_E.shape[0], x_TK.stride()[0], gathered, *kinds, scale_mode, dtype, x_TK.device)
     given = (x_TK, words, bytes_, offsets_E, rows_S, bias_EN)
     return plan(*(tensor for tensor in given if tensor is not None))
 
@@ -62,8 +61,10 @@ def _plan(
     experts: int,
     x_stride: int,
     gathered: int | None,
-    x_dtype: torch.dtype,  # kernels are compiled for it
-    bias_dtype: torch.dtype | None,
+    x_dtype: torch.dtype,  # as the kinds, also what kernels are compiled for
+    offsets: Kind | None,
+    rows: Kind | None,
+    bias: Kind | None,
     scale_mode: str | None,
     dtype: torch.dtype,
     device: torch.device,
@@ -75,19 +76,18 @@ def _plan(
     tiles, split = arrange(n, k, row_tiles, shape)
     between, fold = folding(t, k, x_stride, scale_mode)
     sums, add = adding(split, s, n)
-    rows = () if gathered is None else ("rows",)
-    bias = () if bias_dtype is None else ("bias",)
+    has_rows, has_bias = rows is not None, bias is not None
     multiply = Step(
         _multiply_groups_kernel,
         (n // (64 * tiles), split, row_tiles),
-        ("words", "bytes", *between, "x", "offsets", *(rows or ("offsets",)), *(bias or "y"), *(sums or "y"), s, n, k,
-         x_stride, experts),
+        ("words", "bytes", *between, "x", "offsets", "rows" if has_rows else "offsets", "bias" if has_bias else "y",
+         "partial" if add else "y", s, n, k, x_stride, experts),
         {"GROUPS": next_power_of_2(experts + 1), "BM": shape.rows_M, "TILES": tiles, "REST": k // 32 % 8,
-         "BK": shape.columns_K, "PROMOTE": shape.promote, "GATHER": gathered is not None,
-         "HAS_BIAS": bias_dtype is not None, "MODE": scale_mode, "num_warps": 4, "num_stages": 3,
+         "BK": shape.columns_K, "PROMOTE": shape.promote, "GATHER": has_rows,
+         "HAS_BIAS": has_bias, "MODE": scale_mode, "num_warps": 4, "num_stages": 3,
          "maxnreg": 128 if shape.rows_M == 16 else None, "launch_pdl": True},
     )  # fmt: skip
-    given = "x", "words", "bytes", "offsets", *rows, *bias
+    given = "x", "words", "bytes", "offsets", *(("rows",) if has_rows else ()), *(("bias",) if has_bias else ())
     return Plan(given, ("y", Buffer((s, n), dtype)), between | sums, [fold, multiply, *add], device)
 
 

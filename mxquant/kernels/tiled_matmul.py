@@ -21,7 +21,7 @@ from torch import Tensor
 from mxquant.kernels.fold import any_unfit, folding, row_factor
 from mxquant.kernels.launch import cached_launch, cdiv
 from mxquant.kernels.overlap import await_previous, let_next_start
-from mxquant.kernels.plan import Buffer, Plan, Step
+from mxquant.kernels.plan import Buffer, Kind, Plan, Step, kind
 from mxquant.kernels.tiled import exact_tile, highest_exponent
 from mxquant.kernels.tiled_decode import TOP, columns_of, tile_product
 
@@ -73,10 +73,9 @@ def multiply_few(
         bias_N: any float dtype, or None.
         scale_mode: of MXFP4 activations; None: they are not quantized.
     """
-    (m, k), (x_stride, _), device = x_MK.shape, x_MK.stride(), x_MK.device
-    if bias_N is None:
-        return _plan(m, k, n, x_stride, x_MK.dtype, None, scale_mode, dtype, device)(x_MK, words, bytes_)
-    return _plan(m, k, n, x_stride, x_MK.dtype, bias_N.dtype, scale_mode, dtype, device)(x_MK, words, bytes_, bias_N)
+    (m, k), (x_stride, _) = x_MK.shape, x_MK.stride()
+    plan = _plan(m, k, n, x_stride, x_MK.dtype, kind(bias_N), scale_mode, dtype, x_MK.device)
+    return plan(x_MK, words, bytes_) if bias_N is None else plan(x_MK, words, bytes_, bias_N)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -85,8 +84,8 @@ def _plan(
     k: int,
     n: int,
     x_stride: int,
-    x_dtype: torch.dtype,  # kernels are compiled for it
-    bias_dtype: torch.dtype | None,
+    x_dtype: torch.dtype,  # as `bias`, also what kernels are compiled for
+    bias: Kind | None,
     scale_mode: str | None,
     dtype: torch.dtype,
     device: torch.device,
@@ -99,12 +98,13 @@ def _plan(
     multiply = Step(
         _multiply_few_kernel,
         (n // (64 * tiles), split, row_tiles),
-        ("words", "bytes", *between, "x", "y" if bias_dtype is None else "bias", *(sums or "y"), m, n, k, x_stride),
+        ("words", "bytes", *between, "x", "y" if bias is None else "bias", "partial" if add else "y", m, n, k,
+         x_stride),
         {"BM": shape.rows_M, "TILES": tiles, "REST": k // 32 % 8, "BK": shape.columns_K, "PROMOTE": shape.promote,
-         "HAS_BIAS": bias_dtype is not None, "MODE": scale_mode, "num_warps": 4, "num_stages": 3,
+         "HAS_BIAS": bias is not None, "MODE": scale_mode, "num_warps": 4, "num_stages": 3,
          "maxnreg": shape.registers, "launch_pdl": True},
     )  # fmt: skip
-    given = "x", "words", "bytes", *(() if bias_dtype is None else ("bias",))
+    given = "x", "words", "bytes", *(() if bias is None else ("bias",))
     return Plan(given, ("y", Buffer((m, n), dtype)), between | sums, [fold, multiply, *add], device)
 
 

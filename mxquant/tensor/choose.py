@@ -9,7 +9,6 @@ import torch
 
 from mxquant.backends.base import ANY_LAYOUT, CANONICAL, Backend, Problem
 from mxquant.backends.registry import get_backend, preferences
-from mxquant.tensor.metadata import Metadata
 from mxquant.tensor.mxtensor import EmulatedMXTensor, MXTensor, block_format
 
 
@@ -31,44 +30,30 @@ def describe(
             matrix at a time; None: whatever a stack is there for.
     """
     metadata, shape, here = weight.metadata, weight.shape, weight.qdata.device
+    blocked = contraction == "blocked"
     # While a graph is traced the sizes may be symbolic: a choice of backend specializes on them.
     n, k = int(shape[-2 if metadata.axis == -1 else -1]), int(shape[metadata.axis])
-    experts = int(shape[0]) if len(shape) == 3 and grouped is not False else 0
-    layout = metadata.layout if device is None or device == here else ANY_LAYOUT
-    static = weight.activation_scale is not None
-    dtype, device = metadata.dtype if dtype is None else dtype, here if device is None else device
-    return _problem(metadata, n, k, experts, static, layout, dtype, device, contraction)
-
-
-@functools.lru_cache(maxsize=4096)
-def _problem(
-    metadata: Metadata,
-    n: int,
-    k: int,
-    experts: int,
-    static: bool,
-    layout: str,
-    dtype: torch.dtype,
-    device: torch.device,
-    contraction: str,
-) -> Problem:
-    """Equal problems are one object, made once: that takes longer than the rest of a description, at every matmul."""
-    blocked = contraction == "blocked"
-    return Problem(
-        weight=metadata.format,
-        activation=metadata.activation if blocked else None,
-        activation_scale_mode=metadata.activation_scale_mode if blocked else None,
-        static_activation_scale=blocked and static,
-        out_features=n,
-        in_features=k,
-        block_offset=metadata.block_offset,
-        dtype=dtype,
-        device=device,
-        capability=_capability(device),
-        contraction=contraction,
-        layout=layout,
-        experts=experts,
+    asked = here if device is None else device
+    # By position, in the order of the fields: names take as long as all the rest.
+    return _one_problem(
+        metadata.format,
+        metadata.activation if blocked else None,
+        metadata.activation_scale_mode if blocked else None,
+        blocked and weight.activation_scale is not None,
+        n,
+        k,
+        int(metadata.block_offset),
+        metadata.dtype if dtype is None else dtype,
+        asked,
+        _capability(asked),
+        contraction,
+        metadata.layout if asked == here else ANY_LAYOUT,
+        int(shape[0]) if len(shape) == 3 and grouped is not False else 0,
     )
+
+
+# Equal problems are one object, made once: it takes most of the time of a description, at every matmul.
+_one_problem = functools.lru_cache(maxsize=4096)(Problem)
 
 
 @functools.cache

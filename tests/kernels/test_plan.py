@@ -174,7 +174,7 @@ def test_kernels_that_are_not_cached_stay_so(driver: Driver, ordinary: Callable[
         assert ordinary() == 1
 
 
-class Launcher:
+class CudaLauncher:
     """Of Triton 3.6."""
 
     launch_cooperative_grid, launch_pdl = False, True
@@ -193,8 +193,7 @@ class Compiled:
 
 
 def test_the_short_way_into_triton_3_6_is_for_kernels_that_need_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "CudaLauncher", Launcher)
-    plain, hungry = Compiled(Launcher(0, 0)), [Compiled(Launcher(8, 0)), Compiled(Launcher(0, 8))]
+    plain, hungry = Compiled(CudaLauncher(0, 0)), [Compiled(CudaLauncher(8, 0)), Compiled(CudaLauncher(0, 8))]
     monkeypatch.setattr(launch, "_VERSION", (3, 6))
     assert entry(plain) == (plain.run.launch, (17, False, True, None, None, (4, 1, 0), None, None, None))
     for compiled in hungry:

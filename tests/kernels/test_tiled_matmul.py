@@ -56,6 +56,23 @@ def test_a_few_rows(rows: int, columns: int, mode: str | None, device: torch.dev
 
 
 @pytest.mark.parametrize("mode", ["even", None])
+def test_calls_that_differ_in_all_but_their_sizes(mode: str | None, device: torch.device) -> None:
+    """Each by a plan of its own: other strides, biases and dtypes, and the first again."""
+    tiles, w64 = weight(64, 256)
+    words, bytes_ = (t.to(device) for t in tiles)
+    (x, x64), bias = activations(2, 256, mode), 10 * torch.randn(64)
+    apart = torch.full((2, 300), torch.nan).bfloat16()
+    apart[:, :256] = x
+    for given in (x, apart[:, :256], x):
+        for added in (None, bias, bias.bfloat16(), bias):
+            on_device = None if added is None else added.to(device)
+            for dtype in (torch.float32, torch.bfloat16):
+                y = multiply_few(given.to(device), words, bytes_, on_device, 64, mode, dtype)
+                assert y.dtype == dtype
+                assert_product(y.cpu().bfloat16(), x64, w64, added)
+
+
+@pytest.mark.parametrize("mode", ["even", None])
 @pytest.mark.parametrize("columns", [256, 352])
 def test_groups_of_rows(columns: int, mode: str | None, device: torch.device) -> None:
     """An expert without rows, one with more than a tile of them, rows of no expert, a row that does not fold."""
