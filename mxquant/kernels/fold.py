@@ -25,6 +25,7 @@ from mxquant.formats.block import dequantize_blocks, quantize_blocks
 from mxquant.formats.spec import FORMATS
 from mxquant.kernels.launch import cached_launch, cdiv, next_power_of_2
 from mxquant.kernels.overlap import let_next_start
+from mxquant.kernels.plan import Buffer, Step
 from mxquant.kernels.triton_numerics import e8m0_from_amax, e8m0_reciprocal, fp32_bits, round_to_element
 
 _MXFP4 = FORMATS["mxfp4"]
@@ -38,7 +39,36 @@ def _padded(columns: int) -> int:
     return cdiv(columns, 128) * 128
 
 
-def fold_activation(x: Tensor, scale_mode: str | None, *, permute: bool) -> tuple[Tensor, Tensor]:
+def folding(
+    m: int, k: int, x_stride: int, scale_mode: str | None, *, permute: bool = True
+) -> tuple[dict[str, Buffer], Step]:
+    """The step from "x" to "values" and "row_scale", and these: of `fold_activation`, or, where `scale_mode` is None,
+    of `fold_bfloat16`.
+    """
+    width = _padded(k) if permute else k
+    block_k = next_power_of_2(width)
+    in_registers = block_k <= _LONGEST_IN_REGISTERS
+    if scale_mode is None:
+        kernel, dtype = _fold_bfloat16_kernel, torch.float16
+        block_k, constants = min(block_k, _LONGEST_IN_REGISTERS), {}
+    else:
+        kernel, dtype = _fold_activation_kernel, torch.float8_e5m2
+        block_k = block_k if in_registers else 4096
+        constants = {"MODE": scale_mode, "PERMUTE": permute, "IN_REGISTERS": in_registers, "TOP": TOP, "SPAN": SPAN}
+    constants |= {"BLOCK_K": block_k, "num_warps": max(1, min(16, block_k // 512))}
+    buffers = {"values": Buffer((m, width), dtype), "row_scale": Buffer((m, 1), torch.float32)}
+    return buffers, Step(kernel, (m,), ("x", *buffers, k, width, x_stride), constants)
+
+
+def _fold(x: Tensor, scale_mode: str | None, *, permute: bool) -> tuple[Tensor, Tensor]:
+    m, k = x.shape
+    buffers, step = folding(m, k, x.stride(0), scale_mode, permute=permute)
+    values, row_scale = (buffer.empty(x.device) for buffer in buffers.values())
+    step.launch({"x": x, "values": values, "row_scale": row_scale})
+    return values, row_scale
+
+
+def fold_activation(x: Tensor, scale_mode: str, *, permute: bool) -> tuple[Tensor, Tensor]:
     """Quantize and fold rows.
 
     Args:
@@ -49,19 +79,7 @@ def fold_activation(x: Tensor, scale_mode: str | None, *, permute: bool) -> tupl
     Returns:
         values, float8_e5m2 [M, K or wider]; row scales, fp32 [M, 1], NaN of rows that do not fit (span, Inf or NaN).
     """
-    m, k = x.shape
-    width = _padded(k) if permute else k
-    values = torch.empty(m, width, dtype=torch.float8_e5m2, device=x.device)
-    row_scale = torch.empty(m, 1, dtype=torch.float32, device=x.device)
-    block_k = next_power_of_2(width)
-    in_registers = block_k <= _LONGEST_IN_REGISTERS
-    if not in_registers:
-        block_k = 4096
-    _fold_activation_kernel[(m,)](
-        x, values, row_scale, k, width, x.stride(0), MODE=scale_mode, PERMUTE=permute,
-        BLOCK_K=block_k, IN_REGISTERS=in_registers, TOP=TOP, SPAN=SPAN, num_warps=max(1, min(16, block_k // 512)),
-    )  # fmt: skip
-    return values, row_scale
+    return _fold(x, scale_mode, permute=permute)
 
 
 def fold_activation_torch(x: Tensor, scale_mode: str, *, permute: bool) -> tuple[Tensor, Tensor]:
@@ -93,15 +111,7 @@ def fold_bfloat16(x: Tensor) -> tuple[Tensor, Tensor]:
         values, float16 [M, K], with zeros up to a multiple of 128; row scales, fp32 [M, 1], NaN of rows that do not
         fit.
     """
-    m, k = x.shape
-    width = _padded(k)
-    values = torch.empty(m, width, dtype=torch.float16, device=x.device)
-    row_scale = torch.empty(m, 1, dtype=torch.float32, device=x.device)
-    block_k = min(next_power_of_2(width), _LONGEST_IN_REGISTERS)
-    _fold_bfloat16_kernel[(m,)](
-        x, values, row_scale, k, width, x.stride(0), BLOCK_K=block_k, num_warps=max(1, min(16, block_k // 512)),
-    )  # fmt: skip
-    return values, row_scale
+    return _fold(x, None, permute=True)
 
 
 def fold_bfloat16_torch(x: Tensor) -> tuple[Tensor, Tensor]:

@@ -18,6 +18,7 @@ from torch import Tensor
 from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from mxquant.kernels.fold import fold_activation, fold_bfloat16
 from mxquant.kernels.launch import cached_launch, cdiv
 from mxquant.kernels.overlap import await_previous
 from mxquant.kernels.tiled_expand import repair
@@ -36,7 +37,6 @@ def keeps_busy(m: int, n: int, k: int, device: torch.device) -> bool:
 
 
 def multiply_many(
-    folded: tuple[Tensor, Tensor],
     x_MK: Tensor,
     words: Tensor,
     bytes_: Tensor,
@@ -47,7 +47,7 @@ def multiply_many(
 ) -> Tensor:
     """As `tiled_matmul.multiply_few`, for K a multiple of 256."""
     (m, k), device = x_MK.shape, x_MK.device
-    values, x_scale = folded
+    values, x_scale = fold_bfloat16(x_MK) if scale_mode is None else fold_activation(x_MK, scale_mode, permute=True)
     fp16 = scale_mode is None
     rows = _rows_of(m)
     step = 128 if fp16 else 256
