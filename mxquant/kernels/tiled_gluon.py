@@ -9,7 +9,8 @@ Triton's interpreter doesn't run Gluon. Without a GPU, tests see that this compi
 
 Shape suffixes: M input rows, N weight rows, K columns. A piece of work is a tile of the result, 64 * TILES weight rows
 by BM input rows, or a part of its columns; a step is BK columns of it; `sizes` are M, N, K, the number of pieces that
-are whole tiles, and the parts of each other tile.
+are whole tiles, and the parts of each other tile; `tensors` are the bytes of the weight's scales, the activations'
+scales, the bias, the result and what parts are stored in.
 """
 
 from __future__ import annotations
@@ -108,11 +109,7 @@ def _copy_ahead(
 @gluon.jit
 def _multiply(
     buffers: gl.tuple,
-    bytes_: gl.tensor,
-    x_scale: gl.tensor,
-    bias: gl.tensor,
-    y: gl.tensor,
-    partial: gl.tensor,
+    tensors: gl.tuple,
     sizes: gl.tuple,
     GROUP: gl.constexpr,
     EACH: gl.constexpr,
@@ -127,7 +124,7 @@ def _multiply(
     FP16: gl.constexpr = x_smem.dtype == gl.float16
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BM, 16 if FP16 else 32])
     thread = gl.arange(0, 128, layout=gl.BlockedLayout([1], [32], [4], [0]))
-    scales = bytes_.to(gl.pointer_type(gl.int32), bitcast=True)
+    scales = tensors[0].to(gl.pointer_type(gl.int32), bitcast=True)
     await_previous()  # for the scales of the activations
     count = 0
     for i in range(gl.program_id(0), _count(sizes, BM), gl.num_programs(0)):
@@ -168,9 +165,9 @@ def _multiply(
             mbarrier.arrive(emptied.index(stage), count=1)
             count += 1
         if tile * 64 < N:
-            _finish(total0, tile, i, m, begin, bytes_, x_scale, bias, y, partial, sizes, MMA, BM, HAS_BIAS)
+            _finish(total0, tile, i, m, begin, tensors, sizes, MMA, BM, HAS_BIAS)
         if EACH == 2 and tile * 64 + 64 < N:
-            _finish(total1, tile + 1, i, m, begin, bytes_, x_scale, bias, y, partial, sizes, MMA, BM, HAS_BIAS)
+            _finish(total1, tile + 1, i, m, begin, tensors, sizes, MMA, BM, HAS_BIAS)
 
 
 @gluon.jit
@@ -258,17 +255,14 @@ def _finish(
     i: gl.tensor,
     m_tile: gl.tensor,
     begin: gl.tensor,
-    bytes_: gl.tensor,
-    x_scale: gl.tensor,
-    bias: gl.tensor,
-    y: gl.tensor,
-    partial: gl.tensor,
+    tensors: gl.tuple,
     sizes: gl.tuple,
     MMA: gl.constexpr,
     BM: gl.constexpr,
     HAS_BIAS: gl.constexpr,
 ) -> None:
     """Store the sums of a tile of weight rows, or of a part of its columns."""
+    bytes_, x_scale, bias, y, partial = tensors
     M, N, K, whole, _ = sizes
     n = tile * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, MMA))
     m = m_tile * BM + gl.arange(0, BM, layout=gl.SliceLayout(0, MMA))
@@ -325,13 +319,14 @@ def product_kernel(
         mbarrier.init(turns.index(group), count=1)
     fence_async_shared()
     buffers = (w_smem, x_smem, filled, emptied, turns)
+    tensors = (bytes_, x_scale, bias, y, partial)
     sizes = (M, N, K, whole, parts)
     # Registers: the first group has what is left over, no fewer than the others.
     if EACH == 2:
         gl.warp_specialize(
             [
-                (_multiply, (buffers, bytes_, x_scale, bias, y, partial, sizes, 0, 2, BM, BK, STAGES, HAS_BIAS)),
-                (_multiply, (buffers, bytes_, x_scale, bias, y, partial, sizes, 1, 2, BM, BK, STAGES, HAS_BIAS)),
+                (_multiply, (buffers, tensors, sizes, 0, 2, BM, BK, STAGES, HAS_BIAS)),
+                (_multiply, (buffers, tensors, sizes, 1, 2, BM, BK, STAGES, HAS_BIAS)),
                 (_copy_ahead, (w_desc, x_desc, buffers, sizes, BM, BK, STAGES)),
             ],
             [4, 1],
@@ -340,10 +335,10 @@ def product_kernel(
     else:
         gl.warp_specialize(
             [
-                (_multiply, (buffers, bytes_, x_scale, bias, y, partial, sizes, 0, 1, BM, BK, STAGES, HAS_BIAS)),
-                (_multiply, (buffers, bytes_, x_scale, bias, y, partial, sizes, 1, 1, BM, BK, STAGES, HAS_BIAS)),
-                (_multiply, (buffers, bytes_, x_scale, bias, y, partial, sizes, 2, 1, BM, BK, STAGES, HAS_BIAS)),
-                (_multiply, (buffers, bytes_, x_scale, bias, y, partial, sizes, 3, 1, BM, BK, STAGES, HAS_BIAS)),
+                (_multiply, (buffers, tensors, sizes, 0, 1, BM, BK, STAGES, HAS_BIAS)),
+                (_multiply, (buffers, tensors, sizes, 1, 1, BM, BK, STAGES, HAS_BIAS)),
+                (_multiply, (buffers, tensors, sizes, 2, 1, BM, BK, STAGES, HAS_BIAS)),
+                (_multiply, (buffers, tensors, sizes, 3, 1, BM, BK, STAGES, HAS_BIAS)),
                 (_copy_ahead, (w_desc, x_desc, buffers, sizes, BM, BK, STAGES)),
             ],
             [4, 4, 4, 1],
