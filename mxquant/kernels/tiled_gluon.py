@@ -130,8 +130,7 @@ def _multiply(
     for i in range(gl.program_id(0), _count(sizes, BM), gl.num_programs(0)):
         m, n, begin, end = _work_of(i, sizes, BM, BK)
         tile = n * TILES + GROUP * EACH
-        total0 = gl.zeros((64, BM), gl.float32, layout=MMA)
-        total1 = gl.zeros((64, BM), gl.float32, layout=MMA)
+        total0, total1 = gl.zeros((64, BM), gl.float32, layout=MMA), gl.zeros((64, BM), gl.float32, layout=MMA)
         # Four exponents of a thread: of 256 columns. The last tiles may lie beyond the weight, and come to nothing.
         at0 = scales + gl.minimum(tile, N // 64 - 1).to(gl.int64) * (K // 2) + thread
         at1 = scales + gl.minimum(tile + 1, N // 64 - 1).to(gl.int64) * (K // 2) + thread
