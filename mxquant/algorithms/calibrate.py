@@ -11,13 +11,13 @@ from torch import Tensor
 
 from mxquant.algorithms.gptq import Grid, gptq, rotated_hessian
 from mxquant.algorithms.hessians import Inputs, Observer
+from mxquant.algorithms.matrices import matrix_of
 from mxquant.algorithms.resume import SavedStages
 from mxquant.algorithms.stages import Batch, Stage, block_stages, calibrating, model_stage, pass_on
 from mxquant.backends.base import Operand
 from mxquant.config import GPTQ, _MXConfig
 from mxquant.formats import get_format, nvfp4_per_tensor_scale
 from mxquant.kernels.rotate import rotate
-from mxquant.modules.experts_weight import stacked
 from mxquant.modules.linear import WeightConfig, WeightQuantizer, round_to_nearest
 from mxquant.select import Target
 from mxquant.tensor import Metadata, MXTensor
@@ -163,7 +163,7 @@ def _solve(targets: Sequence[Target], index: int, hessian: Tensor) -> list[MXTen
     """One matrix of each target, all with the same inputs and config, as one tall matrix."""
     config = targets[0].config
     fmt = get_format(config.format)
-    matrices = [_matrix(target, index) for target in targets]
+    matrices = [matrix_of(target, index) for target in targets]
     w = [matrix.float() if config.rotation is None else rotate(matrix, config.rotation).float() for matrix in matrices]
     scales = [nvfp4_per_tensor_scale(one, config.scale_mode) for one in w] if fmt.per_tensor else [None] * len(w)
     grid = Grid(fmt, config.scale_mode, _one_a_row(scales, w))
@@ -186,14 +186,6 @@ def _one_a_row(scales: Sequence[Tensor | None], matrices: Sequence[Tensor]) -> T
         scale.expand(matrix.shape[0], 1) for scale, matrix in zip(scales, matrices, strict=True) if scale is not None
     ]
     return torch.cat(columns) if columns else None
-
-
-def _matrix(target: Target, index: int) -> Tensor:
-    """One matrix of a target, [N, K]."""
-    weight = target.parameter.detach()
-    if target.sites[0].kind == "experts":
-        weight = stacked(weight, target.stack)[index]
-    return weight.movedim(target.k_axis, -1)
 
 
 class _Solved:
