@@ -3,7 +3,7 @@
 The peak of the process's resident memory (the kernel's own count, VmHWM) while `quantize_` runs on
 SmolLM2-135M-Instruct, less what is resident when the model is loaded and the calibration tokens are there. Each mode
 runs in a process of its own. What the allocator keeps of freed memory after loading is given back first, so that it
-cannot be used unseen. Linux only.
+cannot be used unseen; what it keeps meanwhile counts. Linux with glibc only.
 
     python benchmarks/calibration_memory.py
 """
@@ -33,10 +33,9 @@ def resident_bytes(field: str) -> int:
     return 1024 * int(line.split()[1])
 
 
-def start_counting() -> int:
-    """Give back what is free, set the peak to what is resident, and return that."""
+def held_bytes() -> int:
+    """What is resident when the allocator has given back what is free."""
     ctypes.CDLL("libc.so.6").malloc_trim(0)
-    (_PROCESS / "clear_refs").write_text("5")  # see proc_pid_clear_refs(5)
     return resident_bytes("VmRSS")
 
 
@@ -47,18 +46,20 @@ def measure(mode: str, tokens: int, threads: int) -> dict[str, Any]:
     model, tokenizer = example.load_smollm2()
     batches = example.wikipedia_windows(tokenizer, tokens, 0)
     model_bytes = sum(parameter.nbytes for parameter in model.parameters())
-    loaded = start_counting()
+    loaded = held_bytes()
+    (_PROCESS / "clear_refs").write_text("5")  # sets VmHWM to VmRSS, see proc_pid_clear_refs(5)
     start = time.perf_counter()
     quantize_(model, MXFP4Config(rotation=32, algorithm=GPTQ(sequential=MODES[mode])), calibration=batches)
     seconds = time.perf_counter() - start
+    peak = resident_bytes("VmHWM")
     return {
         "model": "SmolLM2-135M-Instruct",
         "mode": mode,
         "tokens": tokens,
         "fp32_model_bytes": model_bytes,
         "loaded_bytes": loaded,
-        "peak_above_loaded_bytes": resident_bytes("VmHWM") - loaded,
-        "after_bytes": resident_bytes("VmRSS"),
+        "peak_above_loaded_bytes": peak - loaded,
+        "quantized_bytes": held_bytes(),
         "seconds": round(seconds, 1),
     }
 
