@@ -96,6 +96,27 @@ def test_it_goes_on_wherever_it_was_stopped(
         assert work[-1] < len(solved) / 3  # one block of three, or what is outside of them
 
 
+@pytest.mark.parametrize("kind", ["llama", "mixtral"])
+def test_models_of_transformers_go_on(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("transformers")
+    from small_transformers import IDS
+    from small_transformers import MODELS as TRANSFORMERS
+
+    original, data = TRANSFORMERS[kind](), [{"input_ids": IDS}, {"input_ids": IDS + 7}]
+    config = MXFP4Config(rotation=32, algorithm=GPTQ(min_tokens=1))
+    with monkeypatch.context() as patch:
+        first, expected = stop_after(patch, calibrate, "gptq", None), copy.deepcopy(original)
+        quantize_(expected, config, calibration=data)
+    with monkeypatch.context() as patch:
+        stop_after(patch, calibrate, "gptq", len(first) - 1)
+        with pytest.raises(Stopped):
+            quantize_(copy.deepcopy(original), config, calibration=data, resume=tmp_path)
+    again = stop_after(monkeypatch, calibrate, "gptq", None)
+    quantize_(original, config, calibration=data, resume=tmp_path)
+    assert_same(original, expected)
+    assert len(again) == len(first) / 2  # the second of two blocks
+
+
 def test_what_is_finished_is_not_computed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     original, data = Model(), batches()
     first, second = copy.deepcopy(original), copy.deepcopy(original)
