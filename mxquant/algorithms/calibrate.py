@@ -11,12 +11,13 @@ from torch import Tensor
 
 from mxquant.algorithms.gptq import Grid, gptq, rotated_hessian
 from mxquant.algorithms.hessians import Inputs, Observer
+from mxquant.algorithms.matrices import matrix_of
+from mxquant.algorithms.resume import SavedStages
 from mxquant.algorithms.stages import Batch, Stage, block_stages, calibrating, model_stage, pass_on
 from mxquant.backends.base import Operand
 from mxquant.config import GPTQ, _MXConfig
 from mxquant.formats import get_format, nvfp4_per_tensor_scale
 from mxquant.kernels.rotate import rotate
-from mxquant.modules.experts_weight import stacked
 from mxquant.modules.linear import WeightConfig, WeightQuantizer, round_to_nearest
 from mxquant.select import Target
 from mxquant.tensor import Metadata, MXTensor
@@ -31,6 +32,7 @@ def calibrate(
     targets: list[Target],
     batches: Sequence[Batch],
     replace: Replace,
+    saved: SavedStages | None = None,
 ) -> None:
     """Quantize `targets`, all of whose configs ask for GPTQ, by what the model computes on `batches`.
 
@@ -40,6 +42,7 @@ def calibrate(
         targets: emptied, so that what is replaced is freed.
         batches: each what the model is called with: a tensor, a tuple of positional or a dict of keyword arguments.
         replace: puts a quantized weight in a target's place, given what finds the codes of its matrices.
+        saved: stages that are there are taken from it instead of computed, others are added to it when finished.
     """
     sequential = all(_settings(target.config).sequential for target in targets)
     left = dict.fromkeys(targets)
@@ -51,13 +54,54 @@ def calibrate(
             inside = [target for target in left if any(s.name.startswith(f"{stage.name}.") for s in target.sites)]
             for target in inside:
                 del left[target]
-            following = stages[index + 1] if index + 1 < len(stages) else None
-            outputs = _quantize_stage(stage, inside, sequential, replace, wants_outputs=following is not None)
-            if following is not None:
-                pass_on(outputs, following)
+            wants_outputs = any(saved is None or number not in saved for number in range(index + 1, len(stages)))
+            outputs = _finish(index, stage, inside, sequential, replace, saved, wants_outputs=wants_outputs)
+            if wants_outputs:
+                pass_on(outputs, stages[index + 1])
             stage.calls.clear()
         if left:
-            _quantize_stage(whole, list(left), sequential, replace, wants_outputs=False)
+            _finish(len(stages), whole, list(left), sequential, replace, saved, wants_outputs=False)
+
+
+def _finish(
+    number: int,
+    stage: Stage,
+    targets: Sequence[Target],
+    sequential: bool,
+    replace: Replace,
+    saved: SavedStages | None,
+    *,
+    wants_outputs: bool,
+) -> list[Any]:
+    """Quantize the weights of one stage, or take them from where they are saved; its outputs as `_quantize_stage`'s."""
+    if saved is None or not targets:
+        return _quantize_stage(stage, targets, sequential, replace, wants_outputs=wants_outputs)
+    if number not in saved:
+        outputs = _quantize_stage(stage, targets, sequential, replace, wants_outputs=wants_outputs)
+        saved.write(number, {target.name: _current(target) for target in targets})
+        return outputs
+    before = stage.run(lambda: None) if wants_outputs and not sequential else []
+    weights = saved.read(number)
+    for target in targets:
+        replace(target, _Solved(target.name, _matrices_of(weights.pop(target.name), target)))
+    return stage.run(lambda: None) if wants_outputs and sequential else before
+
+
+def _current(target: Target) -> Tensor:
+    """What has taken the place of a target's parameter."""
+    site = target.sites[0]
+    weight = site.module._parameters[site.attribute]
+    assert weight is not None
+    return weight
+
+
+def _matrices_of(weight: MXTensor, target: Target) -> dict[int, MXTensor]:
+    """A saved weight by the indices of its matrices, where the target is, with no rule for activations."""
+    device = target.parameter.device
+    parts = (None if inner is None else inner.to(device) for inner in weight.operand)
+    operand = Operand(*parts)  # type: ignore[arg-type]
+    there = MXTensor(operand, weight.with_activation(None).metadata, weight.shape)
+    return dict(enumerate(there)) if target.sites[0].kind == "experts" else {0: there}
 
 
 def _quantize_stage(
@@ -119,7 +163,7 @@ def _solve(targets: Sequence[Target], index: int, hessian: Tensor) -> list[MXTen
     """One matrix of each target, all with the same inputs and config, as one tall matrix."""
     config = targets[0].config
     fmt = get_format(config.format)
-    matrices = [_matrix(target, index) for target in targets]
+    matrices = [matrix_of(target, index) for target in targets]
     w = [matrix.float() if config.rotation is None else rotate(matrix, config.rotation).float() for matrix in matrices]
     scales = [nvfp4_per_tensor_scale(one, config.scale_mode) for one in w] if fmt.per_tensor else [None] * len(w)
     grid = Grid(fmt, config.scale_mode, _one_a_row(scales, w))
@@ -142,14 +186,6 @@ def _one_a_row(scales: Sequence[Tensor | None], matrices: Sequence[Tensor]) -> T
         scale.expand(matrix.shape[0], 1) for scale, matrix in zip(scales, matrices, strict=True) if scale is not None
     ]
     return torch.cat(columns) if columns else None
-
-
-def _matrix(target: Target, index: int) -> Tensor:
-    """One matrix of a target, [N, K]."""
-    weight = target.parameter.detach()
-    if target.sites[0].kind == "experts":
-        weight = stacked(weight, target.stack)[index]
-    return weight.movedim(target.k_axis, -1)
 
 
 class _Solved:

@@ -10,13 +10,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mxquant.algorithms.matrices import is_computable, is_routed_call, multiply, rows_of_experts
 from mxquant.algorithms.stages import Stop
 from mxquant.modules.experts import ExpertsLayout
-from mxquant.modules.experts_weight import stacked
-from mxquant.modules.routing import Routing, route
 from mxquant.select import Target
 
 
@@ -79,12 +77,12 @@ class Observer:
             )
         layout = site.layout
         assert layout is not None
-        if layout.down is None or layout.gate is None or site.attribute not in (*layout.up, layout.down):
+        if not is_computable(layout) or site.attribute not in (*layout.up, layout.down):
             return None  # it cannot be told what its matrices multiply
         part = _down_inputs if site.attribute == layout.down else _up_inputs
 
         def observe(module: nn.Module, args: tuple[Any, ...]) -> None:
-            if len(args) == 3 and all(isinstance(argument, Tensor) for argument in args):
+            if is_routed_call(args):
                 shared = (args[0], module) if part is _up_inputs else (module,)
                 self._see(target, shared, lambda inputs: part(module, layout, args, inputs.add))
 
@@ -113,29 +111,11 @@ def _are_same(some: tuple[object, ...], others: tuple[object, ...]) -> bool:
     return len(some) == len(others) and all(a is b for a, b in zip(some, others, strict=True))
 
 
-def _rows_of_experts(module: nn.Module, layout: ExpertsLayout, arguments: tuple[Any, ...]) -> list[tuple[int, Tensor]]:
-    """The inputs of each expert that has tokens."""
-    hidden, ids, weights = arguments
-    assert layout.down is not None
-    experts = stacked(module._parameters[layout.down], layout.stack_of(module)).shape[0]  # type: ignore[arg-type]
-    routing: Routing = route(ids, experts)
-    rows = []
-    start = 0
-    for index, end in enumerate(routing.offsets_E.tolist()):
-        if end > start:
-            x = hidden[routing.token_S[start:end]]
-            if layout.router_weight == "input":
-                x = x * weights.flatten()[routing.order_S[start:end]].unsqueeze(-1).to(x.dtype)
-            rows.append((index, x))
-        start = end
-    return rows
-
-
 def _up_inputs(
     module: nn.Module, layout: ExpertsLayout, arguments: tuple[Any, ...], add: Callable[[int, Tensor], None]
 ) -> None:
-    for index, x in _rows_of_experts(module, layout, arguments):
-        add(index, x)
+    for rows in rows_of_experts(module, layout, arguments):
+        add(rows.expert, rows.x_RH)
 
 
 def _down_inputs(
@@ -143,12 +123,6 @@ def _down_inputs(
 ) -> None:
     """What comes out of the gate, computed by the first weights as they are now: quantized or not."""
     assert layout.gate is not None
-    for index, x in _rows_of_experts(module, layout, arguments):
-        outputs = []
-        for name in layout.up:
-            matrix = stacked(module._parameters[name], layout.stack_of(module))[index]  # type: ignore[arg-type]
-            y = F.linear(x, matrix if layout.k_axis[name] == -1 else matrix.t())
-            bias_name = layout.biases.get(name)
-            bias = None if bias_name is None else module._parameters[bias_name]
-            outputs.append(y if bias is None else y + bias[index])
-        add(index, layout.gate(module, *outputs))
+    for rows in rows_of_experts(module, layout, arguments):
+        outputs = [multiply(module, layout, name, rows.expert, rows.x_RH) for name in layout.up]
+        add(rows.expert, layout.gate(module, *outputs))

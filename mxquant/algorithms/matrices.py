@@ -1,0 +1,79 @@
+"""The matrices that weights consist of, one of a linear layer and one an expert, and what each expert multiplies.
+
+Legend: T tokens, R rows of one expert, H width of a token, N output features, K input features of a matrix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mxquant.modules.experts import ExpertsLayout
+from mxquant.modules.experts_weight import stacked
+from mxquant.modules.routing import route
+from mxquant.select import Target
+
+
+def matrix_of(target: Target, index: int) -> Tensor:
+    """One matrix of a target, [N, K]; the only one of a linear layer is 0."""
+    weight = target.parameter.detach()
+    if target.sites[0].kind == "experts":
+        weight = stacked(weight, target.stack)[index]
+    return weight.movedim(target.k_axis, -1)
+
+
+def is_computable(layout: ExpertsLayout) -> bool:
+    """Whether it says what the matrices of a block multiply."""
+    return bool(layout.up) and layout.down is not None and layout.gate is not None
+
+
+def is_routed_call(args: tuple[Any, ...]) -> bool:
+    """Whether a block is called as blocks of experts are: with hidden states, ids and the router's weights."""
+    return len(args) == 3 and all(isinstance(argument, Tensor) for argument in args)
+
+
+class ExpertRows(NamedTuple):
+    """What one expert is given."""
+
+    expert: int
+    x_RH: Tensor
+    """Its inputs, times the router's weights where the layout says so."""
+    token_R: Tensor
+    """The token of each row."""
+    weight_R1: Tensor | None
+    """What its outputs are multiplied with."""
+
+
+def rows_of_experts(module: nn.Module, layout: ExpertsLayout, args: tuple[Any, ...]) -> Iterator[ExpertRows]:
+    """The inputs of each expert that has tokens, in the order of the experts."""
+    hidden_TH, ids, weights = args
+    assert layout.down is not None
+    routing = route(ids, _stack(module, layout, layout.down).shape[0])
+    start = 0
+    for index, end in enumerate(routing.offsets_E.tolist()):
+        if end > start:
+            token_R = routing.token_S[start:end]
+            weight_R1 = weights.flatten()[routing.order_S[start:end]].unsqueeze(-1).to(hidden_TH.dtype)
+            if layout.router_weight == "input":
+                yield ExpertRows(index, hidden_TH[token_R] * weight_R1, token_R, None)
+            else:
+                yield ExpertRows(index, hidden_TH[token_R], token_R, weight_R1)
+        start = end
+
+
+def multiply(module: nn.Module, layout: ExpertsLayout, name: str, index: int, x_RK: Tensor) -> Tensor:
+    """The product of an expert's rows with its matrix of the weight `name`, as it is now, and its bias: [R, N]."""
+    matrix = _stack(module, layout, name)[index]
+    y_RN = F.linear(x_RK, matrix if layout.k_axis[name] == -1 else matrix.t())
+    bias_name = layout.biases.get(name)
+    bias = None if bias_name is None else module._parameters[bias_name]
+    return y_RN if bias is None else y_RN + bias[index]
+
+
+def _stack(module: nn.Module, layout: ExpertsLayout, name: str) -> Tensor:
+    weight = module._parameters[name]
+    assert weight is not None
+    return stacked(weight, layout.stack_of(module))

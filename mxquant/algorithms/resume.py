@@ -1,0 +1,213 @@
+"""Finished stages of a calibration in a folder, so that one that was stopped goes on after the last of them.
+
+Each stage is one safetensors file as `flatten_state_dict` has it, which `mxquant.load_state` reads too. It is written
+beside its place and renamed, so that it is there whole or not at all. Its header says what the weights were made of,
+by SHA-256 of the model, the configs and the batches, and has that of the weights themselves: safetensors notices a
+file that was cut short, not one with a wrong byte.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mxquant.algorithms.stages import Batch
+from mxquant.select import Target
+from mxquant.tensor import MXTensor, flatten_state_dict, unflatten_state_dict
+from mxquant.tensor.state import METADATA_KEY
+
+_KEY = "mxquant.stage"
+# Of these files. Raised where the same model, configs and batches give other codes.
+_VERSION = 1
+_Update = Callable[[Any], Any]
+
+
+class SavedStages:
+    """The stages that are finished, by their number. Made by `open_stages`."""
+
+    def __init__(self, folder: Path, origin: dict[str, Any]) -> None:
+        self.folder = folder
+        self._origin = origin
+        self._finished = {number for number in map(_number_of, folder.glob("stage-*.safetensors")) if number >= 0}
+
+    def __contains__(self, number: int) -> bool:
+        return number in self._finished
+
+    @property
+    def how_to_go_on(self) -> str:
+        """For a message."""
+        return f"load the model anew and make the same call; {len(self._finished)} stages are saved in {self.folder}"
+
+    def check(self) -> None:
+        """Refuse files that are damaged or were made of something else.
+
+        Raises:
+            ValueError: naming the file and what differs.
+        """
+        for number in sorted(self._finished):
+            file = self._file(number)
+            _, _, origin = _load(file)
+            if differing := sorted(key for key, value in self._origin.items() if origin.get(key) != value):
+                raise ValueError(
+                    f"{file} was made with another {' and another '.join(differing)}; call with what it was made with, "
+                    "the model as it was before quantize_ (load it anew), or name another folder"
+                )
+            if origin.get("stage") != number:
+                raise ValueError(
+                    f"{file} holds stage {origin.get('stage')}; give it its name back, or name another folder"
+                )
+
+    def read(self, number: int) -> dict[str, MXTensor]:
+        """The weights of a finished stage, by their names, on the CPU."""
+        tensors, header, _ = _load(self._file(number))
+        weights = unflatten_state_dict(tensors, header)
+        return {name: weight for name, weight in weights.items() if isinstance(weight, MXTensor)}
+
+    def write(self, number: int, weights: Mapping[str, Tensor]) -> None:
+        """Keep the weights of a stage that is finished."""
+        from safetensors.torch import save_file
+
+        tensors, header = flatten_state_dict(weights)
+        tensors = {name: tensor.detach().cpu() for name, tensor in tensors.items()}
+        origin = self._origin | {"stage": number, "sha256": _digest(tensors, header[METADATA_KEY])}
+        file = self._file(number)
+        part = file.with_suffix(".part")
+        save_file(tensors, part, header | {_KEY: json.dumps(origin, sort_keys=True)})
+        with part.open("rb+") as handle:
+            os.fsync(handle.fileno())
+        part.replace(file)
+        self._finished.add(number)
+
+    def _file(self, number: int) -> Path:
+        return self.folder / f"stage-{number:05}.safetensors"
+
+
+def open_stages(
+    path: str | os.PathLike[str], model: nn.Module, targets: Sequence[Target], batches: Sequence[Batch]
+) -> SavedStages:
+    """The stages in the folder `path`, which is made where it is not there.
+
+    Args:
+        model: not changed yet: all its parameters, buffers and the classes of its modules are read.
+        targets: all that will be quantized.
+        batches: empty where no config asks for any.
+
+    Raises:
+        ValueError: no config has an algorithm with stages, `path` is a file, or a stage there is damaged or was made
+            of another model, other configs or other batches.
+        TypeError: `path` is no path, or a batch holds what cannot be compared with another run's.
+    """
+    if not isinstance(path, (str, os.PathLike)):
+        raise TypeError(f"resume is the path of a folder; got {path!r}")
+    if not batches:
+        raise ValueError(
+            'resume is given, but no config of this call has an algorithm with stages; leave it out, or set algorithm="'
+            'gptq"'
+        )
+    folder = Path(path)
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"resume={str(path)!r} is a file; name a folder, new or of an earlier call")
+    origin = {
+        "version of mxquant's algorithm": _VERSION,
+        "model": _digest_of_model(model),
+        "config": _digest({}, *(f"{target.name}: {target.config!r}" for target in targets)),
+        "calibration": _digest_of_batches(batches),
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    saved = SavedStages(folder, origin)
+    saved.check()
+    return saved
+
+
+def _number_of(file: Path) -> int:
+    digits = file.stem.removeprefix("stage-")
+    return int(digits) if digits.isdecimal() else -1
+
+
+def _load(file: Path) -> tuple[dict[str, Tensor], dict[str, str], dict[str, Any]]:
+    """Tensors with memory of their own, the header's strings, and what they were made of.
+
+    Raises:
+        ValueError: the file is damaged, or no stage.
+    """
+    from safetensors import safe_open
+
+    remedy = "delete it, and its stage is computed again"
+    try:
+        with safe_open(file, "pt") as handle:
+            header = dict(handle.metadata() or {})
+            tensors = {name: handle.get_tensor(name).clone() for name in handle.keys()}  # noqa: SIM118 - no mapping
+    except Exception as error:
+        raise ValueError(f"{file} is no intact safetensors file: {error}; {remedy}") from error
+    if not {_KEY, METADATA_KEY} <= header.keys():
+        raise ValueError(f"{file} is no stage that quantize_ saved; name another folder")
+    try:
+        origin = dict(json.loads(header[_KEY]))
+    except (ValueError, TypeError) as error:
+        raise ValueError(
+            f"{file} is damaged: its header {header[_KEY][:80]!r} is no JSON ({error}); {remedy}"
+        ) from None
+    if origin.get("sha256") != _digest(tensors, header[METADATA_KEY]):
+        raise ValueError(f"{file} is damaged: its weights are not those that were saved; {remedy}")
+    return tensors, header, origin
+
+
+def _digest_of_model(model: nn.Module) -> str:
+    classes = [(name, type(module).__qualname__) for name, module in model.named_modules(remove_duplicate=False)]
+    held = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
+    tensors, header = flatten_state_dict(held)
+    return _digest(tensors, header[METADATA_KEY], json.dumps(classes))
+
+
+def _digest_of_batches(batches: Sequence[Batch]) -> str:
+    sha = hashlib.sha256()
+    for batch in batches:
+        _update(sha.update, batch)
+    return sha.hexdigest()
+
+
+def _update(update: _Update, value: Any) -> None:
+    """Add a value of a batch, with its type and length, so that no two batches look alike."""
+    if isinstance(value, Tensor):
+        _update_tensor(update, "", value)
+    elif isinstance(value, Mapping):
+        update(f"mapping of {len(value)}:".encode())
+        for key in sorted(value, key=repr):
+            update(f"{key!r}:".encode())
+            _update(update, value[key])
+    elif isinstance(value, (tuple, list)):
+        update(f"sequence of {len(value)}:".encode())
+        for one in value:
+            _update(update, one)
+    elif value is None or isinstance(value, (bool, int, float, str, bytes, torch.dtype, torch.device)):
+        update(f"{type(value).__name__} {value!r}:".encode())
+    else:
+        raise TypeError(
+            f"a calibration batch holds a {type(value).__name__}, of which resume cannot tell whether it is the same; "
+            "give tensors, numbers, strings and None, or leave resume out"
+        )
+
+
+def _update_tensor(update: _Update, name: str, tensor: Tensor) -> None:
+    values = tensor.detach().cpu().contiguous()
+    update(f"{name!r} {values.dtype} {tuple(values.shape)}:".encode())
+    if values.nbytes:  # of nothing, there is no address
+        update((ctypes.c_char * values.nbytes).from_address(values.data_ptr()))
+
+
+def _digest(tensors: Mapping[str, Tensor], *texts: str) -> str:
+    """SHA-256 of tensors and their names, in the order of these, and of texts."""
+    sha = hashlib.sha256()
+    for name in sorted(tensors):
+        _update_tensor(sha.update, name, tensors[name])
+    for text in texts:
+        sha.update(f"{len(text)}:{text}".encode())
+    return sha.hexdigest()
