@@ -16,6 +16,7 @@ from mxquant.checkpoints.files import json_of
 from mxquant.checkpoints.origin import ORIGIN
 from mxquant.checkpoints.registry import get_producer
 from mxquant.checkpoints.write import MAX_SHARD_BYTES, ShardWriter, described, replacing
+from mxquant.integrations.placement import whole_state
 from mxquant.tensor import MXTensor
 
 if TYPE_CHECKING:
@@ -85,7 +86,7 @@ def _write(
 
 def _untied(model: Any) -> dict[str, Tensor]:
     """The state dict without the names that tied weights have beside their first."""
-    state: dict[str, Tensor] = model.state_dict()
+    state = whole_state(model)
     tied = dict(getattr(model, "all_tied_weights_keys", None) or {})
     for name, first in tied.items():
         if name in state and first in state and _place(state[name]) == _place(state[first]):
