@@ -56,5 +56,5 @@ class Origin:
             },
             divisors,
             {name: reader.read(name).clone() for name in content.left_out},
-            {name: reader.read(name).dtype for name in content.ordinary},
+            {name: content.read(name, reader).dtype for name in content.ordinary},
         )

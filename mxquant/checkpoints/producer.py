@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NoReturn, Protocol
 
@@ -17,6 +17,26 @@ from mxquant.tensor import MXTensor
 
 
 @dataclass(frozen=True)
+class Rows:
+    """A tensor that is one of the files under another name, or some of its rows."""
+
+    source: str
+    first: int = 0
+    last: int | None = None
+    """The row after its last one; None: to the end."""
+
+
+@dataclass(frozen=True)
+class ModelLayout:
+    """How transformers' class of a model has what a checkpoint holds under other names."""
+
+    config: dict[str, Any]
+    """config.json as transformers has it."""
+    stored: list[Stored]
+    ordinary: dict[str, Rows]
+
+
+@dataclass(frozen=True)
 class Reading:
     """What a producer finds in its files."""
 
@@ -25,6 +45,8 @@ class Reading:
     """Tensors that are no part of the weights, with the reason: scales of a KV cache."""
     aliases: dict[str, str] = field(default_factory=dict)
     """Tied names: each with the name that it stands for."""
+    layout: Callable[[], ModelLayout] | None = None
+    """For files whose names and config are not those of transformers' class; asked for when a model is built."""
 
 
 class Producer(Protocol):

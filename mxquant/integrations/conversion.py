@@ -19,6 +19,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import MergeModulelist, WeightConverter, WeightRenaming, rename_source_key
 
+from mxquant.checkpoints.load import Content
+
 CONVERSIONS = "_mxquant_conversions"
 """The attribute of a model that `from_pretrained` made: the conversions by which transformers loaded it, without those
 of `ROLES`."""
@@ -49,9 +51,11 @@ def model_class(config: Any) -> Any:
     return AutoModelForCausalLM
 
 
-def plain_config(path: Any) -> Any:
+def plain_config(content: Content) -> Any:
     """The model's config without what it says of quantization."""
-    config = AutoConfig.from_pretrained(path)
+    if content.rows:  # a config of transformers that is in no file
+        return AutoConfig.for_model(**content.checkpoint.config)
+    config = AutoConfig.from_pretrained(content.checkpoint.path)
     for holder in (config, config.get_text_config()):
         with contextlib.suppress(AttributeError):
             del holder.quantization_config

@@ -60,7 +60,8 @@ def from_pretrained(
         raise FileNotFoundError(
             f"{os.fspath(path)} has no config.json to build a model from; load_state reads it without"
         )
-    config = conversion.plain_config(content.checkpoint.path)
+    content = content.as_in_transformers()
+    config = conversion.plain_config(content)
     model = conversion.skeleton(config)
     sources = conversion.sources_of(model, content.names)
     _check_shapes(model, content, sources)

@@ -79,7 +79,7 @@ def quantize_checkpoint(
         raise FileNotFoundError(f"{source} has no config.json, which says what the model's layers are")
     if Path(source).resolve() == Path(destination).resolve():
         raise ValueError(f"{destination} is the source; name another folder")
-    model = conversion.skeleton(conversion.plain_config(content.checkpoint.path))
+    model = conversion.skeleton(conversion.plain_config(content))
     sources = conversion.sources_of(model, content.names)
     options = MXQuantConfig(config)
     plan = plan_of(model, options)
