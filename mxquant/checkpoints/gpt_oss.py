@@ -26,6 +26,7 @@ _LAYOUTS = (("_blocks", "_scales", -2), (".blocks", ".scales", -1))
 
 class GptOss:
     name = "gpt-oss"
+    by_modules = False
 
     def recognizes(self, checkpoint: Checkpoint) -> bool:
         method = checkpoint.quantization_config.get("quant_method")

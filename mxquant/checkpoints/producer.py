@@ -53,6 +53,10 @@ class Producer(Protocol):
     """One producer's files."""
 
     name: str
+    by_modules: bool
+    """Whether its tools name weights by the modules of transformers' class, experts one by one as gate_proj, up_proj
+    and down_proj, and not as the checkpoints of a model's family do.
+    """
 
     def recognizes(self, checkpoint: Checkpoint) -> bool:
         """Whether the files say that they are this producer's."""
@@ -72,7 +76,7 @@ class Producer(Protocol):
         """The tensors that the files hold for a weight, views of its own where they can be.
 
         Args:
-            known: divisors that the weights came from, by their names in the files.
+            known: scales that the weights came from, by their names in the files; see `Origin.scales`.
 
         Raises:
             NotImplementedError: the files cannot hold it; the message says what would be lost.
