@@ -19,7 +19,7 @@ from transformers import (
     AutoModelForCausalLM,
 )
 
-from mxquant import MXTensor, from_pretrained, load_state, quantize_
+from mxquant import MXTensor, from_pretrained, load_state, quantize_, save_pretrained
 from mxquant.cli import main
 from mxquant.integrations.transformers import MXQuantConfig
 
@@ -60,7 +60,7 @@ def test_quantize_gives_the_bytes_of_quantizing_the_model(source: Path, fmt: str
     assert ours.config.quantization_config.to_dict() == expected.config.quantization_config.to_dict()
 
 
-@pytest.mark.parametrize("model", ["llama", "mixtral"])
+@pytest.mark.parametrize("model", ["llama", "tied", "mixtral"])
 @pytest.mark.parametrize("producer", ["compressed-tensors", "quark"])
 def test_quantize_as_another_producer(model: str, producer: str, tmp_path: Path) -> None:
     MODELS[model]().to(torch.bfloat16).save_pretrained(tmp_path / "source")
@@ -68,7 +68,12 @@ def test_quantize_as_another_producer(model: str, producer: str, tmp_path: Path)
     expected = AutoModelForCausalLM.from_pretrained(tmp_path / "source")
     quantize_(expected, "mxfp4")
     assert torch.equal(from_pretrained(tmp_path / "out")(IDS).logits, expected(IDS).logits)
-    assert json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]["quant_method"] == producer
+    save_pretrained(expected, tmp_path / "saved", producer)
+    ours, saved = (load_file(tmp_path / name / "model.safetensors") for name in ("out", "saved"))
+    assert ours.keys() == saved.keys()
+    assert all(torch.equal(tensor, saved[name]) for name, tensor in ours.items())
+    configs = [json.loads((tmp_path / name / "config.json").read_text()) for name in ("out", "saved")]
+    assert configs[0]["quantization_config"] == configs[1]["quantization_config"]
 
 
 def test_gpt_oss_as_gpt_oss(tmp_path: Path) -> None:

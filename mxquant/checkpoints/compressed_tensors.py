@@ -48,6 +48,7 @@ _KV_SCALES = (".k_scale", ".v_scale", ".q_scale")
 
 class CompressedTensors:
     name = "compressed-tensors"
+    by_modules = False
 
     def recognizes(self, checkpoint: Checkpoint) -> bool:
         return checkpoint.quantization_config.get("quant_method") == self.name

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor
@@ -14,6 +15,7 @@ from mxquant.checkpoints.producer import Producer, module_of
 from mxquant.tensor import MXTensor
 
 _logger = logging.getLogger("mxquant")
+_NONE: Mapping[str, str] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -26,12 +28,15 @@ class Encoded:
     """`Producer.config`."""
 
 
-def encode(state: Mapping[str, Tensor], producer: Producer, origin: Origin | None) -> Encoded:
+def encode(
+    state: Mapping[str, Tensor], producer: Producer, origin: Origin | None, tied: Mapping[str, str] = _NONE
+) -> Encoded:
     """What `producer`'s files hold for the tensors of `state`, whose names are those of the files.
 
     Args:
         origin: where the tensors came from; what cannot be told from them is taken from there if it is of the same
             producer and a weight is as it was.
+        tied: names that are not in `state`, each with the one there that it stands for.
 
     Raises:
         NotImplementedError: the files cannot hold a weight; the message says what would be lost.
@@ -44,14 +49,19 @@ def encode(state: Mapping[str, Tensor], producer: Producer, origin: Origin | Non
             "first, or save it with its own save_pretrained"
         )
     known = origin if origin is not None and origin.producer == producer.name else None
-    divisors = {} if known is None else known.divisors
+    scales = {} if known is None else known.scales
     tensors: dict[str, dict[str, Tensor]] = {}
     for name, tensor in state.items():
         if isinstance(tensor, MXTensor):
-            tensors[name] = producer.encode(name, tensor, divisors)
+            tensors[name] = producer.encode(name, tensor, scales)
         else:
             tensors[name] = {name: tensor if known is None else _as_it_was(tensor, known.dtypes.get(name))}
-    ordinary = [module_of(n) for n, t in state.items() if n not in weights and n.endswith(".weight") and t.dim() == 2]
+    values = {**state, **{name: state[first] for name, first in tied.items()}}
+    ordinary = [
+        module_of(name)
+        for name, tensor in values.items()
+        if not isinstance(tensor, MXTensor) and name.endswith(".weight") and tensor.dim() == 2
+    ]
     documents = producer.config(weights, ordinary)
     if known is not None:
         tensors |= {name: {name: tensor} for name, tensor in known.left_out.items()}

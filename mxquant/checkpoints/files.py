@@ -1,14 +1,16 @@
 """The files of a checkpoint: which tensors are stored, of what dtype and shape, before any of them is read.
 
 A checkpoint is one safetensors file, or a folder with `model.safetensors`, or one with shards and
-`model.safetensors.index.json`. Nothing is unpickled, and headers are checked against the sizes of the files (by the
-safetensors library) before anything is allocated. Tensors are views of memory-mapped files.
+`model.safetensors.index.json`, or, without an index, with every shard of `*-00001-of-00007.safetensors` and so on.
+Nothing is unpickled, and headers are checked against the sizes of the files (by the safetensors library) before
+anything is allocated. Tensors are views of memory-mapped files.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +19,7 @@ from typing import Any
 from torch import Tensor
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+_SHARD = re.compile(r"(.+)-(\d{1,6})-of-(\d{1,6})\.safetensors")
 _MAX_JSON_BYTES = 100 * 2**20
 """As much as safetensors allows a header."""
 
@@ -126,11 +129,28 @@ def _files_of(folder: Path) -> tuple[list[str], dict[str, str] | None]:
     if (folder / WEIGHTS).exists():
         return [WEIGHTS], None
     others = sorted(file.name for file in folder.glob("*.safetensors"))
-    if len(others) == 1:
+    if len(others) == 1 or _are_all_shards(folder, others):
         return others, None
     pickled = [file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in folder.glob(pattern)]
     hint = f"; {pickled[0]} is a pickle, which is never read: convert it to safetensors" if pickled else ""
     raise FileNotFoundError(f"{folder} has neither {WEIGHTS} nor {INDEX} (safetensors there: {others}){hint}")
+
+
+def _are_all_shards(folder: Path, names: list[str]) -> bool:
+    """Whether files without an index say by their names that they are the parts of one checkpoint, and all of them.
+
+    Raises:
+        ValueError: they are parts of one, but some are missing.
+    """
+    parts = [_SHARD.fullmatch(name) for name in names]
+    whole = {(part[1], int(part[3])) for part in parts if part is not None}
+    if not names or None in parts or len(whole) > 1:
+        return False
+    ((_, count),) = whole
+    there = {int(part[2]) for part in parts if part is not None}
+    if missing := [number for number in range(1, count + 1) if number not in there]:
+        raise ValueError(f"{folder} has {len(there)} of {count} shards; number {missing[0]} is missing: download it")
+    return len(names) == count
 
 
 def _weight_map(folder: Path) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 Two layouts. transformers': `mlp.experts.gate_up_proj_blocks`, of a parameter that is [E, K, N]. OpenAI's own:
 `mlp.mlp1_weight.blocks`, of [E, N, K]. Rows of gates and ups alternate in both, and so do their biases.
+`gpt_oss_original` has the rest of OpenAI's.
 
 Sources: transformers `integrations/mxfp4.py`, `convert_gpt_oss_weights_to_hf.py`; gpt-oss `torch/weights.py`.
 """
@@ -14,6 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from mxquant.checkpoints.files import Checkpoint
+from mxquant.checkpoints.gpt_oss_original import as_in_transformers
 from mxquant.checkpoints.producer import Reading, refuse
 from mxquant.checkpoints.stored import BLOCKS, Stored
 from mxquant.tensor import MXTensor
@@ -24,6 +26,7 @@ _LAYOUTS = (("_blocks", "_scales", -2), (".blocks", ".scales", -1))
 
 class GptOss:
     name = "gpt-oss"
+    by_modules = False
 
     def recognizes(self, checkpoint: Checkpoint) -> bool:
         method = checkpoint.quantization_config.get("quant_method")
@@ -46,7 +49,10 @@ class GptOss:
                             arrangement=BLOCKS,
                         )
                     )
-        return Reading(stored)
+        is_original = bool(stored) and all(weight.axis == -1 for weight in stored)
+        if not is_original or "model_type" in checkpoint.config:
+            return Reading(stored)
+        return Reading(stored, layout=lambda: as_in_transformers(checkpoint, stored))
 
     def activation_scale_mode(self, activation: str) -> str | None:
         return None

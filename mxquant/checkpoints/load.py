@@ -5,13 +5,13 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from mxquant.checkpoints.files import Checkpoint, Reader, TensorInfo, open_checkpoint
-from mxquant.checkpoints.producer import Producer, Reading
+from mxquant.checkpoints.producer import ModelLayout, Producer, Reading, Rows
 from mxquant.checkpoints.registry import producer_of
 from mxquant.checkpoints.stored import Stored, build, check_stored
 from mxquant.tensor import MXTensor
@@ -39,6 +39,30 @@ class Content:
     aliases: dict[str, str]
     dtype: torch.dtype
     """What quantized weights stand for, where the files do not say it of each."""
+    layout: Callable[[], ModelLayout] | None = None
+    """`Reading.layout`."""
+    rows: dict[str, Rows] = field(default_factory=dict)
+    """Of tensors that are not quantized, what they are in the files where their names are others."""
+
+    def as_in_transformers(self) -> Content:
+        """The same by the names, and with the config, of transformers' class of the model.
+
+        Raises:
+            ValueError, NotImplementedError: the config is damaged, or of a model that is not known.
+        """
+        if self.layout is None:
+            return self
+        try:
+            layout = self.layout()
+        except (TypeError, LookupError) as error:
+            raise ValueError(f"config.json of {self.checkpoint.path} is damaged ({error!r}); get it anew") from error
+        return replace(
+            self,
+            checkpoint=replace(self.checkpoint, config=layout.config),
+            quantized={stored.name: stored for stored in layout.stored},
+            ordinary=list(layout.ordinary),
+            rows=layout.ordinary,
+        )
 
     @property
     def names(self) -> list[str]:
@@ -49,7 +73,8 @@ class Content:
         """One tensor: an MXTensor where it is quantized."""
         stored = self.quantized.get(name)
         if stored is None:
-            return reader.read(name)
+            rows = self.rows.get(name)
+            return reader.read(name) if rows is None else reader.read(rows.source)[rows.first : rows.last]
         return self.read_quantized(stored, reader.read)
 
     def read_quantized(self, stored: Stored, read: Callable[[str], Tensor]) -> MXTensor:
@@ -59,7 +84,7 @@ class Content:
         """The logical shape, from the headers."""
         stored = self.quantized.get(name)
         if stored is None:
-            return self.checkpoint.tensors[name].shape
+            return self._info(name).shape
         if stored.declared is not None:
             return stored.declared[1]
         return logical_shape(check_stored(stored, self.checkpoint.tensors), stored.axis)
@@ -67,8 +92,19 @@ class Content:
     def nbytes(self, name: str) -> int:
         """Bytes in the files."""
         stored = self.quantized.get(name)
-        parts = [name] if stored is None else stored.parts
-        return sum(_nbytes(self.checkpoint.tensors[part]) for part in parts)
+        parts = [self._info(name)] if stored is None else [self.checkpoint.tensors[part] for part in stored.parts]
+        return sum(map(_nbytes, parts))
+
+    def _info(self, name: str) -> TensorInfo:
+        """What the header says of a tensor that is not quantized."""
+        if name not in self.rows:
+            return self.checkpoint.tensors[name]
+        rows = self.rows[name]
+        info = self.checkpoint.tensors[rows.source]
+        if not info.shape:
+            return info
+        count = len(range(*slice(rows.first, rows.last).indices(info.shape[0])))
+        return replace(info, shape=(count, *info.shape[1:]))
 
 
 def read_content(path: str | os.PathLike[str]) -> Content:
@@ -106,7 +142,8 @@ def read_content(path: str | os.PathLike[str]) -> Content:
             next(iter(reading.left_out)),
         )
     dtype = _model_dtype(checkpoint)
-    return Content(checkpoint, producer, quantized, ordinary, dict(reading.left_out), reading.aliases, dtype)
+    left_out, aliases = dict(reading.left_out), reading.aliases
+    return Content(checkpoint, producer, quantized, ordinary, left_out, aliases, dtype, reading.layout)
 
 
 def _read_configs(checkpoint: Checkpoint) -> tuple[Producer | None, Reading]:

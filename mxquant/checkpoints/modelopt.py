@@ -61,6 +61,7 @@ _MIXED = "MIXED_PRECISION"
 
 class ModelOpt:
     name = "modelopt"
+    by_modules = False
 
     def recognizes(self, checkpoint: Checkpoint) -> bool:
         method = checkpoint.quantization_config.get("quant_method")

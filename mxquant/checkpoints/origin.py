@@ -1,8 +1,8 @@
 """What a model remembers of the checkpoint that it came from, so that saving it gives the same bytes.
 
-An MXTensor holds multipliers in fp32. A producer that stores divisors, or a scale for the KV cache, or a config with
-its own version and observers, wrote what cannot be told from the tensors; it is kept here, and used again for a weight
-that is still as it was.
+An MXTensor holds multipliers in fp32. A producer that stores divisors, or bf16, or a scale for the KV cache, or a
+config with its own version and observers, wrote what cannot be told from the tensors; it is kept here, and used again
+for a weight that is still as it was.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class Origin:
     hf_quant_config: dict[str, Any] | None
     schemes: dict[str, tuple[Any, ...]]
     """Format and rule for activations of each quantized weight, by its name in the files."""
-    divisors: dict[str, Tensor] = field(default_factory=dict)
-    """Scales that are stored as divisors, by their names in the files."""
+    scales: dict[str, Tensor] = field(default_factory=dict)
+    """Scales of whole tensors that are no fp32 multipliers in the files, by their names there."""
     left_out: dict[str, Tensor] = field(default_factory=dict)
     """Tensors that are no part of the model."""
     dtypes: dict[str, torch.dtype] = field(default_factory=dict)
@@ -40,11 +40,11 @@ class Origin:
     def of(cls, content: Content) -> Origin:
         checkpoint, reader = content.checkpoint, Reader(content.checkpoint)
         assert content.producer is not None
-        divisors = {
+        scales = {
             part: reader.read(part).clone()
             for stored in content.quantized.values()
-            if stored.divisor
             for part in stored.parts[2:]
+            if stored.divisor or checkpoint.tensors[part].dtype != "F32"
         }
         return cls(
             content.producer.name,
@@ -54,7 +54,7 @@ class Origin:
                 name: (s.format, s.activation, s.activation_scale_mode, s.activation_scale is not None)
                 for name, s in content.quantized.items()
             },
-            divisors,
+            scales,
             {name: reader.read(name).clone() for name in content.left_out},
-            {name: reader.read(name).dtype for name in content.ordinary},
+            {name: content.read(name, reader).dtype for name in content.ordinary},
         )

@@ -36,6 +36,7 @@ def described_in(headers: Iterable[Mapping[str, str]]) -> tuple[dict[str, Any], 
 
 class Own:
     name = "mxquant"
+    by_modules = False
 
     def recognizes(self, checkpoint: Checkpoint) -> bool:
         method = checkpoint.quantization_config.get("quant_method")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NoReturn, Protocol
 
@@ -17,6 +17,26 @@ from mxquant.tensor import MXTensor
 
 
 @dataclass(frozen=True)
+class Rows:
+    """A tensor that is one of the files under another name, or some of its rows."""
+
+    source: str
+    first: int = 0
+    last: int | None = None
+    """The row after its last one; None: to the end."""
+
+
+@dataclass(frozen=True)
+class ModelLayout:
+    """How transformers' class of a model has what a checkpoint holds under other names."""
+
+    config: dict[str, Any]
+    """config.json as transformers has it."""
+    stored: list[Stored]
+    ordinary: dict[str, Rows]
+
+
+@dataclass(frozen=True)
 class Reading:
     """What a producer finds in its files."""
 
@@ -25,12 +45,18 @@ class Reading:
     """Tensors that are no part of the weights, with the reason: scales of a KV cache."""
     aliases: dict[str, str] = field(default_factory=dict)
     """Tied names: each with the name that it stands for."""
+    layout: Callable[[], ModelLayout] | None = None
+    """For files whose names and config are not those of transformers' class; asked for when a model is built."""
 
 
 class Producer(Protocol):
     """One producer's files."""
 
     name: str
+    by_modules: bool
+    """Whether its tools name weights by the modules of transformers' class, experts one by one as gate_proj, up_proj
+    and down_proj, and not as the checkpoints of a model's family do.
+    """
 
     def recognizes(self, checkpoint: Checkpoint) -> bool:
         """Whether the files say that they are this producer's."""
@@ -50,7 +76,7 @@ class Producer(Protocol):
         """The tensors that the files hold for a weight, views of its own where they can be.
 
         Args:
-            known: divisors that the weights came from, by their names in the files.
+            known: scales that the weights came from, by their names in the files; see `Origin.scales`.
 
         Raises:
             NotImplementedError: the files cannot hold it; the message says what would be lost.

@@ -1,7 +1,16 @@
-"""AMD Quark: `weight` uint8 [N, bytes], `weight_scale` uint8 [N, K / 32]; one set for each expert of a block.
+"""AMD Quark: one set of tensors for each linear layer, and for each expert of a block.
+
+| | tensors of a module |
+|---|---|
+| MX | `weight` uint8 [N, bytes] or E4M3, `weight_scale` uint8 [N, K / 32] |
+| NVFP4 | `weight` uint8 [N, K / 2], `weight_scale` E4M3 [N, K / 16], `weight_scale_2` fp32, a multiplier |
+| static activations | `input_scale` for FP8, `input_scale_2` for NVFP4, multipliers, fp32 or the model's dtype |
 
 A layer's scheme is that of the first pattern of `layer_quant_config` that it matches, else that of
 `layer_type_quant_config` for linear layers, else the global one.
+
+Weights are named by modules: Quark takes merged experts apart before it quantizes them, and its importer looks for
+those names alone.
 
 Source: amd-quark 0.13 `torch/export`, `torch/utils/pack.py`; its `config.json`.
 """
@@ -22,19 +31,19 @@ from mxquant.checkpoints.producer import (
     matches,
     module_of,
     modules_of_bytes,
+    one_scale,
     refuse,
 )
+from mxquant.checkpoints.quark_schemes import DTYPES, MODES, Scheme, read_scheme, write_scheme
 from mxquant.checkpoints.stored import Stored
 from mxquant.tensor import MXTensor
 
-_FORMATS = {"fp4": "mxfp4", "fp6_e2m3": "mxfp6_e2m3", "fp6_e3m2": "mxfp6_e3m2", "fp8_e4m3": "mxfp8_e4m3"}
-_DTYPES = {fmt: dtype for dtype, fmt in _FORMATS.items()}
-_MODES = ("even", "floor", "ceil")
 _KV_SCALES = (".k_scale", ".v_scale", ".output_scale")
 
 
 class Quark:
     name = "quark"
+    by_modules = True
 
     def recognizes(self, checkpoint: Checkpoint) -> bool:
         return checkpoint.quantization_config.get("quant_method") == self.name
@@ -44,48 +53,62 @@ class Quark:
         packing = (config.get("export") or {}).get("pack_method", "reorder")
         if packing != "reorder" and any(info.dtype == "I32" for info in checkpoint.tensors.values()):
             raise NotImplementedError(f"pack_method {packing!r} is not read; export with 'reorder'")
-        stored = [_stored(module, config, checkpoint) for module in modules_of_bytes(checkpoint)]
+        stored = [_stored(module, config) for module in modules_of_bytes(checkpoint)]
         return Reading(stored, kv_cache_scales(checkpoint, _KV_SCALES))
 
     def activation_scale_mode(self, activation: str) -> str | None:
         return "even"
 
     def encode(self, name: str, weight: MXTensor, known: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        check_matrix(self.name, name, weight, _DTYPES)
-        if weight.activation is not None and weight.activation not in _DTYPES:
-            refuse(
-                self.name,
-                name,
-                weight,
-                f"activations in {weight.activation}",
-                f"quantize activations to one of {', '.join(_DTYPES)} or not at all, or save as 'mxquant'",
-            )
-        mode = weight.metadata.activation_scale_mode
-        if weight.activation is not None and mode not in _MODES:
-            refuse(
-                self.name,
-                name,
-                weight,
-                f"activation_scale_mode {mode!r}",
-                f"quantize with activation_scale_mode {', '.join(map(repr, _MODES))}, or save as 'mxquant'",
-            )
+        check_matrix(self.name, name, weight, (*DTYPES, "nvfp4"))
+        scheme = self._writable(name, weight)
         module, canonical = module_of(name), weight.canonical()
         qdata = canonical.qdata.view(torch.float8_e4m3fn) if weight.format == "mxfp8_e4m3" else canonical.qdata
-        return {name: qdata, f"{module}.weight_scale": canonical.scale}
+        scale = canonical.scale.view(torch.float8_e4m3fn) if weight.format == "nvfp4" else canonical.scale
+        tensors = {name: qdata, f"{module}.weight_scale": scale}
+        multiplier = one_scale(self.name, name, weight, canonical.per_tensor_scale)
+        if multiplier is not None:
+            tensors[f"{module}.weight_scale_2"] = multiplier
+        static = one_scale(self.name, name, weight, canonical.activation_scale)
+        if static is not None:
+            part = f"{module}.{scheme.static}"
+            before = known.get(part)
+            tensors[part] = before if before is not None and torch.equal(before.float(), static) else static
+        return tensors
+
+    def _writable(self, name: str, weight: MXTensor) -> Scheme:
+        """The weight's scheme, if the files can hold it."""
+        metadata = weight.metadata
+        scheme = Scheme(metadata.format, metadata.activation, metadata.activation_scale_mode)
+        formats = {None, "fp8_e4m3", *DTYPES} | ({"nvfp4"} if weight.format == "nvfp4" else set())
+        if scheme.activation not in formats:
+            lost = f"activations in {scheme.activation} with a weight in {scheme.format}"
+            known = ", ".join(sorted(filter(None, formats)))
+            remedy = f"quantize activations to one of {known} or not at all, or save as 'mxquant'"
+            refuse(self.name, name, weight, lost, remedy)
+        if (scheme.static is None) != (weight.activation_scale is None):
+            lost = f"activation scales that are {'calibrated' if scheme.static is None else 'computed at run time'}"
+            remedy = "make it weight-only (activation=None), or save as 'mxquant'"
+            refuse(self.name, name, weight, f"{lost} (its {scheme.activation} has others)", remedy)
+        modes = {"nvfp4": ("even",), "fp8_e4m3": (None,), None: (None,)}.get(scheme.activation, MODES)
+        if scheme.mode not in modes:
+            remedy = f"quantize with activation_scale_mode {', '.join(map(repr, modes))}, or save as 'mxquant'"
+            refuse(self.name, name, weight, f"activation_scale_mode {scheme.mode!r}", remedy)
+        return scheme
 
     def config(self, weights: Mapping[str, MXTensor], ordinary: Iterable[str]) -> dict[str, dict[str, Any]]:
-        schemes: dict[tuple[str, str | None, str | None], list[str]] = {}
+        schemes: dict[Scheme, list[str]] = {}
         for name, weight in weights.items():
-            key = (weight.format, weight.activation, weight.metadata.activation_scale_mode)
+            key = Scheme(weight.format, weight.activation, weight.metadata.activation_scale_mode)
             schemes.setdefault(key, []).append(module_of(name))
         most = max(schemes, key=lambda key: len(schemes[key]))
-        layers = {module: _scheme(*key) for key, modules in schemes.items() if key != most for module in modules}
+        layers = {module: write_scheme(key) for key, modules in schemes.items() if key != most for module in modules}
         return {
             "config.json": {
                 "quant_method": self.name,
                 "quant_mode": "eager_mode",
                 "version": "0.13",
-                "global_quant_config": _scheme(*most),
+                "global_quant_config": write_scheme(most),
                 "layer_quant_config": layers,
                 "layer_type_quant_config": {},
                 "exclude": sorted(ordinary),
@@ -104,35 +127,21 @@ class Quark:
         }
 
 
-def _stored(module: str, config: Mapping[str, Any], checkpoint: Checkpoint) -> Stored:
-    scheme = _scheme_of(module, config)
-    fmt, _ = _format_of(module, "weight", scheme.get("weight"), dynamic=False)
-    inputs = scheme.get("input_tensors")
-    activation, mode, static = None, None, None
-    if inputs is not None and _is_fp8(inputs):
-        activation = "fp8_e4m3"
-        static = None if inputs.get("is_dynamic") else f"{module}.input_scale"
-    elif inputs is not None:
-        activation, mode = _format_of(module, "input_tensors", inputs, dynamic=True)
+def _stored(module: str, config: Mapping[str, Any]) -> Stored:
+    scheme = read_scheme(module, _layer_of(module, config))
     return Stored(
         name=f"{module}.weight",
-        format=fmt,
+        format=scheme.format,
         qdata=f"{module}.weight",
         scale=f"{module}.weight_scale",
-        activation=activation,
-        activation_scale_mode=mode,
-        activation_scale=static,
+        per_tensor_scale=f"{module}.weight_scale_2" if scheme.format == "nvfp4" else None,
+        activation=scheme.activation,
+        activation_scale_mode=scheme.mode,
+        activation_scale=None if scheme.static is None else f"{module}.{scheme.static}",
     )
 
 
-def _is_fp8(spec: Any) -> bool:
-    """Whether a spec is plain FP8: one fp32 scale a tensor, or a row at run time."""
-    if not isinstance(spec, dict) or spec.get("dtype") != "fp8_e4m3":
-        return False
-    return spec.get("qscheme") == ("per_token" if spec.get("is_dynamic") else "per_tensor")
-
-
-def _scheme_of(module: str, config: Mapping[str, Any]) -> Mapping[str, Any]:
+def _layer_of(module: str, config: Mapping[str, Any]) -> Mapping[str, Any]:
     layers = config.get("layer_quant_config") or {}
     by_type = config.get("layer_type_quant_config") or {}
     if not isinstance(layers, dict) or not isinstance(by_type, dict):
@@ -143,54 +152,3 @@ def _scheme_of(module: str, config: Mapping[str, Any]) -> Mapping[str, Any]:
     if not isinstance(found, dict):
         raise ValueError(f"{module} is quantized, but the config has no scheme for it: {found!r}")
     return found
-
-
-def _format_of(module: str, what: str, spec: Any, *, dynamic: bool) -> tuple[str, str | None]:
-    """The MX format of a spec, and its scale mode."""
-    if (
-        not isinstance(spec, dict)
-        or spec.get("dtype") not in _FORMATS
-        or (spec.get("qscheme"), spec.get("group_size")) != ("per_group", 32)
-        or spec.get("scale_format") != "e8m0"
-        or bool(spec.get("is_dynamic")) != dynamic
-    ):
-        raise NotImplementedError(
-            f"{module}: {what} is {spec!r}; read are {', '.join(_FORMATS)} per group of 32 with E8M0 scales, "
-            "static for weights and dynamic for activations"
-        )
-    mode = spec.get("scale_calculation_mode") or "even"
-    if mode not in _MODES:
-        raise NotImplementedError(f"{module}: scale_calculation_mode {mode!r} of {what} is unknown; read are {_MODES}")
-    return _FORMATS[spec["dtype"]], mode
-
-
-def _scheme(fmt: str, activation: str | None, mode: str | None) -> dict[str, Any]:
-    return {
-        "weight": _spec(fmt, "even", dynamic=False),
-        "input_tensors": None if activation is None else _spec(activation, mode or "even", dynamic=True),
-        "output_tensors": None,
-        "bias": None,
-        "target_device": None,
-    }
-
-
-def _spec(fmt: str, mode: str, *, dynamic: bool) -> dict[str, Any]:
-    return {
-        "dtype": _DTYPES[fmt],
-        "qscheme": "per_group",
-        "ch_axis": -1,
-        "group_size": 32,
-        "block_size": None,
-        "is_dynamic": dynamic,
-        "is_scale_quant": False,
-        "symmetric": None,
-        "round_method": "half_even",
-        "scale_calculation_mode": mode,
-        "scale_format": "e8m0",
-        "scale_type": "float",
-        "observer_cls": "PerBlockMXObserver",
-        "mx_element_dtype": None,
-        "zero_point_type": "int32",
-        "enable_buffer_reuse": False,
-        "max_input_numel": 4194304,
-    }

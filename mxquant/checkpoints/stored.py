@@ -77,8 +77,10 @@ def check_stored(stored: Stored, tensors: Mapping[str, TensorInfo]) -> tuple[int
     qdata, scale = tensors[stored.qdata], tensors[stored.scale]
     _check_dtype(stored.qdata, qdata, _CODE_DTYPES[fmt.element.name], fmt)
     _check_dtype(stored.scale, scale, _SCALE_DTYPES[fmt.scale_format], fmt)
-    for part in stored.parts[2:]:
-        _check_dtype(part, tensors[part], ("F32",), fmt)
+    if stored.per_tensor_scale is not None:
+        _check_dtype(stored.per_tensor_scale, tensors[stored.per_tensor_scale], ("F32",), fmt)
+    if stored.activation_scale is not None:
+        _check_dtype(stored.activation_scale, tensors[stored.activation_scale], ("F32", "BF16", "F16"), fmt)
     if stored.declared is not None:
         return _check_declared(stored, qdata, scale, fmt, *stored.declared)
     shape = _physical_shape(stored, qdata.shape, fmt)
@@ -187,7 +189,7 @@ def _multiplier(stored: Stored, name: str | None, read: Callable[[str], Tensor])
     if name is None:
         return None
     value = read(name)
-    return 1 / value if stored.divisor else value.clone()
+    return 1 / value if stored.divisor else value.to(torch.float32, copy=True)
 
 
 def unswizzle(scale: Tensor, shape: tuple[int, ...]) -> Tensor:

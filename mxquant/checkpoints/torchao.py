@@ -31,6 +31,7 @@ _ACTIVATION_MODES = {"FLOOR": "floor", "CEIL": "ceil", "EVEN": "even", "RCEIL": 
 
 class TorchAO:
     name = "torchao"
+    by_modules = False
 
     def recognizes(self, checkpoint: Checkpoint) -> bool:
         method = checkpoint.quantization_config.get("quant_method")

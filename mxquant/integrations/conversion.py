@@ -14,10 +14,19 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import MergeModulelist, WeightConverter, WeightRenaming, rename_source_key
+from transformers.core_model_loading import (
+    MergeModulelist,
+    WeightConverter,
+    WeightRenaming,
+    dot_natural_key,
+    rename_source_key,
+    revert_weight_conversion,
+)
+
+from mxquant.checkpoints.load import Content
 
 CONVERSIONS = "_mxquant_conversions"
 """The attribute of a model that `from_pretrained` made: the conversions by which transformers loaded it, without those
@@ -49,9 +58,11 @@ def model_class(config: Any) -> Any:
     return AutoModelForCausalLM
 
 
-def plain_config(path: Any) -> Any:
+def plain_config(content: Content) -> Any:
     """The model's config without what it says of quantization."""
-    config = AutoConfig.from_pretrained(path)
+    if content.rows:  # a config of transformers that is in no file
+        return AutoConfig.for_model(**content.checkpoint.config)
+    config = AutoConfig.from_pretrained(content.checkpoint.path)
     for holder in (config, config.get_text_config()):
         with contextlib.suppress(AttributeError):
             del holder.quantization_config
@@ -93,8 +104,10 @@ def loading_conversions(conversions: Iterable[Any] | None, roles: Mapping[str, s
 
 def role_names(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
     """For experts that were taken apart: what the checkpoints of this family call each role; empty where it is that."""
-    if not any(_TAKEN_APART.search(name) for name in names):
-        return {}
+    return _family_roles(model) if any(_TAKEN_APART.search(name) for name in names) else {}
+
+
+def _family_roles(model: nn.Module) -> dict[str, str]:
     found: dict[str, str] = {}
     for converter in get_model_conversion_mapping(model):
         if not isinstance(converter, WeightConverter) or not _merges(converter):
@@ -120,8 +133,6 @@ def sources_of(model: nn.Module, names: Iterable[str]) -> dict[str, Source]:
     Raises:
         ValueError: a tensor belongs nowhere, or a parameter has none.
     """
-    from transformers.core_model_loading import dot_natural_key
-
     names = sorted(names, key=dot_natural_key)
     mapping = [WeightRenaming(k, v) for k, v in key_mapping(role_names(model, names)).items()]
     mapping += get_model_conversion_mapping(model)
@@ -186,6 +197,41 @@ def _check_names(model: nn.Module, expected: set[str], covered: set[str], superf
             f"the checkpoint lacks {len(missing)} tensors of {type(model).__name__}, such as {missing[0]!r}; "
             "download the files that hold them"
         )
+
+
+def by_family(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Parameters under the names that checkpoints of the model's family have, merged experts taken apart."""
+    return _reverted(model, state, None)
+
+
+def by_modules(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Parameters under the names of their modules; merged experts each with a gate_proj, up_proj and down_proj."""
+    mapping = get_model_conversion_mapping(model)
+    merging = [entry for entry in mapping if isinstance(entry, WeightConverter) and _merges(entry)]
+    roles = _family_roles(model)
+    return {with_role_names(name, roles): tensor for name, tensor in _reverted(model, state, merging).items()}
+
+
+def as_loaded(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Parameters under the names that `from_pretrained` found them by."""
+    roles = vars(model).get(ROLES) or {}
+    reverted = _reverted(model, state, vars(model).get(CONVERSIONS))
+    return {with_role_names(name, roles): tensor for name, tensor in reverted.items()}
+
+
+def _reverted(model: Any, state: Mapping[str, Tensor], conversions: list[Any] | None) -> dict[str, Tensor]:
+    """What transformers makes of parameters by the reverse of conversions; None: those of the family."""
+    attributes = vars(model)
+    seen = attributes.pop("_weight_conversions", None)
+    if conversions is not None:
+        attributes["_weight_conversions"] = conversions
+    try:
+        reverted: dict[str, Tensor] = revert_weight_conversion(model, dict(state))
+        return reverted
+    finally:
+        attributes.pop("_weight_conversions", None)
+        if seen is not None:
+            attributes["_weight_conversions"] = seen
 
 
 def _patterns(model: nn.Module, attribute: str) -> Iterator[str]:

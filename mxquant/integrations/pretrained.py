@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from mxquant.checkpoints.files import Reader
 from mxquant.checkpoints.load import Content, read_content
 from mxquant.checkpoints.origin import ORIGIN, Origin
+from mxquant.integrations.placement import without_disk
 from mxquant.modules.linear import replace_parameter
 from mxquant.report import SKIP_REASON
 from mxquant.tensor import MXTensor, as_weight
@@ -39,47 +40,64 @@ def from_pretrained(
     Args:
         path: the folder of the checkpoint, with its config.json.
         dtype: of the model, and what quantized weights stand for; "auto": as the config says.
-        device_map, options: as transformers' `from_pretrained` takes them.
+        device_map: as transformers' `from_pretrained` takes it. "disk" means the checkpoint's own mapped files, and
+            "auto" counts a quantized weight as one of `dtype`.
+        options: as transformers' `from_pretrained` takes them.
         backend: who multiplies: "auto", or a name in `list_backends()`.
 
     Raises:
         FileNotFoundError: there is no checkpoint, or no config.json.
         ValueError: damaged, missing or superfluous tensors, found before anything large is allocated; a backend that
             cannot compute the weights.
-        NotImplementedError: an unknown producer, a scheme that mxquant does not compute, a module sent to the disk.
+        NotImplementedError: an unknown producer, a scheme that mxquant does not compute, merged experts sent to the
+            disk.
         ImportError: transformers is not installed.
     """
     from mxquant.integrations import conversion
 
-    _check_device_map(device_map)
     content = read_content(path)
     if not content.checkpoint.config:
         raise FileNotFoundError(
             f"{os.fspath(path)} has no config.json to build a model from; load_state reads it without"
         )
-    config = conversion.plain_config(content.checkpoint.path)
+    content = content.as_in_transformers()
+    config = conversion.plain_config(content)
     model = conversion.skeleton(config)
     sources = conversion.sources_of(model, content.names)
     _check_shapes(model, content, sources)
     _check_static_scales(content, sources)
     roles = conversion.role_names(model, content.names)
+    device_map, max_memory = without_disk(device_map, options.pop("max_memory", None), sources)
     del model
+    options |= {
+        "device_map": device_map,
+        "max_memory": max_memory,
+        "key_mapping": conversion.key_mapping(roles) or None,
+    }
+    loaded = _load(content, config, sources, content.dtype if dtype == "auto" else dtype, options)
+    _serve(loaded, backend)
+    _load_generation_config(loaded, content.checkpoint.path)
+    if content.quantized:
+        _mark(loaded, content, roles)
+    return loaded
+
+
+def _load(
+    content: Content, config: Any, sources: Mapping[str, Any], dtype: torch.dtype | str, options: dict[str, Any]
+) -> PreTrainedModel:
+    """Let transformers take the tensors, one after the other, and hold it to having placed each."""
+    from mxquant.integrations import conversion
+
     with _one_at_a_time():
         loaded, info = conversion.model_class(config).from_pretrained(
             None,
             config=config,
             state_dict=_lazy_state(content, sources),
-            dtype=content.dtype if dtype == "auto" else dtype,
-            device_map=device_map,
-            key_mapping=conversion.key_mapping(roles) or None,
+            dtype=dtype,
             output_loading_info=True,
             **options,
         )
     _check_loaded(info)
-    _serve(loaded, backend)
-    _load_generation_config(loaded, content.checkpoint.path)
-    if content.quantized:
-        _mark(loaded, content, roles)
     return loaded
 
 
@@ -95,14 +113,6 @@ def _mark(model: Any, content: Content, roles: dict[str, str]) -> None:
     conversions = loading_conversions(vars(model).get("_weight_conversions"), roles)
     remembered = {ORIGIN: Origin.of(content), CONVERSIONS: conversions, ROLES: roles}
     vars(model).update(remembered | {"_weight_conversions": []})
-
-
-def _check_device_map(device_map: Any) -> None:
-    if isinstance(device_map, Mapping) and "disk" in device_map.values():
-        raise NotImplementedError(
-            "device_map sends modules to the disk, where transformers keeps ordinary arrays; send them to the cpu: "
-            "weights that are not merged stay views of the files there"
-        )
 
 
 @contextlib.contextmanager

@@ -24,6 +24,7 @@ from mxquant.checkpoints.files import headers_of
 from mxquant.checkpoints.own import described_in
 from mxquant.config import CONFIG_FIELDS, _MXConfig, resolve_mapping
 from mxquant.formats import get_format
+from mxquant.integrations.placement import REMEDY, whole_state
 from mxquant.modules.experts_weight import quantize_experts
 from mxquant.modules.linear import quantize_parameter
 from mxquant.select import Plan, Target, select
@@ -100,6 +101,19 @@ class MXQuantizer(HfQuantizer):
         self.targets: dict[str, Target] = {}
         self.saved: dict[str, tuple[Metadata, tuple[int, ...]]] = {}
 
+    def validate_environment(self, device_map: Any = None, **kwargs: Any) -> None:
+        """Refuse the disk: modules there would be read from the checkpoint's files as they are, unquantized.
+
+        Raises:
+            NotImplementedError: `device_map`, as given or as transformers found it, has modules there.
+        """
+        places = device_map.values() if isinstance(device_map, Mapping) else (device_map,)
+        if "disk" in places:
+            raise NotImplementedError(
+                "device_map sends modules to the disk, where transformers keeps the tensors of the files as they are; "
+                + REMEDY
+            )
+
     def _process_model_before_weight_loading(
         self, model: nn.Module, checkpoint_files: list[str] | None = None, **kwargs: Any
     ) -> nn.Module:
@@ -141,7 +155,7 @@ class MXQuantizer(HfQuantizer):
         return model
 
     def get_state_dict_and_metadata(self, model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
-        return flatten_state_dict(model.state_dict())
+        return flatten_state_dict(whole_state(model))
 
     def is_serializable(self) -> bool:
         return True

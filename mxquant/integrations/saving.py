@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,8 +13,10 @@ from torch import Tensor
 from mxquant.checkpoints.encode import Encoded, encode
 from mxquant.checkpoints.files import json_of
 from mxquant.checkpoints.origin import ORIGIN
+from mxquant.checkpoints.producer import Producer
 from mxquant.checkpoints.registry import get_producer
 from mxquant.checkpoints.write import MAX_SHARD_BYTES, ShardWriter, described, replacing
+from mxquant.integrations.placement import whole_state
 from mxquant.tensor import MXTensor
 
 if TYPE_CHECKING:
@@ -55,11 +56,11 @@ def save_pretrained(
             "flatten_state_dict makes of its state_dict"
         )
     own = target.name == "mxquant"
-    state = _untied(model)
+    state, tied = _untied(model)
     origin = vars(model).get(ORIGIN)
     came_from_there = origin is not None and origin.producer == producer
-    names = state if own else _family_names(model, state, as_loaded=came_from_there)
-    encoded = encode(names, target, origin)
+    names = state if own else _names_in_files(model, state, target, came_from_there)
+    encoded = encode(names, target, origin, {name: first for name, first in tied.items() if first in names})
     if own:
         encoded.documents["config.json"] = _own_config(model)
     with replacing(path) as folder:
@@ -83,52 +84,34 @@ def _write(
     writer.finish(documents)
 
 
-def _untied(model: Any) -> dict[str, Tensor]:
-    """The state dict without the names that tied weights have beside their first."""
-    state: dict[str, Tensor] = model.state_dict()
-    tied = dict(getattr(model, "all_tied_weights_keys", None) or {})
-    for name, first in tied.items():
-        if name in state and first in state and _place(state[name]) == _place(state[first]):
-            del state[name]
-    return state
+def _names_in_files(
+    model: Any, state: dict[str, Tensor], producer: Producer, came_from_there: bool
+) -> dict[str, Tensor]:
+    """Merged experts taken apart, by the names that the model's own checkpoint of that producer had, else by those that
+    its tools look for.
+    """
+    from mxquant.integrations import conversion
+
+    if came_from_there:
+        return conversion.as_loaded(model, state)
+    return conversion.by_modules(model, state) if producer.by_modules else conversion.by_family(model, state)
+
+
+def _untied(model: Any) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """The state dict without the names that tied weights have beside their first, and these, each with its first."""
+    state = whole_state(model)
+    known = dict(getattr(model, "all_tied_weights_keys", None) or {})
+    tied = {
+        name: first
+        for name, first in known.items()
+        if name in state and first in state and _place(state[name]) == _place(state[first])
+    }
+    return {name: tensor for name, tensor in state.items() if name not in tied}, tied
 
 
 def _place(tensor: Tensor) -> tuple[Any, ...]:
     inner = tensor.qdata if isinstance(tensor, MXTensor) else tensor
     return type(tensor), inner.device, inner.data_ptr(), tuple(tensor.shape)
-
-
-def _family_names(model: Any, state: dict[str, Tensor], *, as_loaded: bool) -> dict[str, Tensor]:
-    """The tensors under the names that checkpoints of the model's family have, merged experts taken apart.
-
-    Args:
-        as_loaded: under the names that the model was loaded from.
-    """
-    from transformers.core_model_loading import revert_weight_conversion
-
-    from mxquant.integrations.conversion import ROLES, with_role_names
-
-    with _conversions(model, as_loaded):
-        reverted: dict[str, Tensor] = revert_weight_conversion(model, state)
-    roles = vars(model).get(ROLES) if as_loaded else None
-    return {with_role_names(name, roles or {}): tensor for name, tensor in reverted.items()}
-
-
-@contextlib.contextmanager
-def _conversions(model: Any, as_loaded: bool) -> Iterator[None]:
-    """Let transformers see the conversions by which the model was loaded, or else its family's."""
-    from mxquant.integrations.conversion import CONVERSIONS
-
-    attributes = vars(model)
-    seen = attributes.pop("_weight_conversions", None)
-    if as_loaded and attributes.get(CONVERSIONS) is not None:
-        attributes["_weight_conversions"] = attributes[CONVERSIONS]
-    try:
-        yield
-    finally:
-        attributes.pop("_weight_conversions", None)
-        if seen is not None:
-            attributes["_weight_conversions"] = seen
 
 
 def _own_config(model: Any) -> dict[str, Any]:

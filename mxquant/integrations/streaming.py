@@ -79,7 +79,7 @@ def quantize_checkpoint(
         raise FileNotFoundError(f"{source} has no config.json, which says what the model's layers are")
     if Path(source).resolve() == Path(destination).resolve():
         raise ValueError(f"{destination} is the source; name another folder")
-    model = conversion.skeleton(conversion.plain_config(content.checkpoint.path))
+    model = conversion.skeleton(conversion.plain_config(content))
     sources = conversion.sources_of(model, content.names)
     options = MXQuantConfig(config)
     plan = plan_of(model, options)
@@ -141,6 +141,14 @@ class _Task:
             writer.add(encoded, described(file_name, part) if self.is_own else None)
             self.done[file_name] = stand_ins[file_name]  # type: ignore[assignment]
 
+    def all_ordinary(self) -> list[str]:
+        """The modules whose matrices are left as they are, those that are tied to another one's included."""
+        tied = dict(getattr(self.model, "all_tied_weights_keys", None) or {})
+        absent = [
+            module_of(name) for name, first in tied.items() if name not in self.sources and first not in self.targets
+        ]
+        return [*self.ordinary, *absent]
+
     def _read(self, name: str) -> Tensor:
         """The parameter's values, by the conversions of its family where it has any; nothing stays mapped of merged
         ones.
@@ -163,15 +171,14 @@ class _Task:
 
     def _named(self, name: str, value: Tensor) -> dict[str, Tensor]:
         """A parameter under the names of the files that are written: merged experts are taken apart for others."""
-        from transformers.core_model_loading import revert_weight_conversion
+        from mxquant.integrations import conversion
 
         source = self.sources[name]
         if self.is_own:
             return {name: value}
-        if source.converter is None:
-            return {source.names[0]: value}
-        reverted: dict[str, Tensor] = revert_weight_conversion(self.model, {name: value})
-        return reverted
+        if self.producer.by_modules:
+            return conversion.by_modules(self.model, {name: value})
+        return {source.names[0]: value} if source.converter is None else conversion.by_family(self.model, {name: value})
 
     def _stand_in(self, name: str) -> MXTensor:
         """The quantized weight to be, in shape and rule, of a single byte."""
@@ -217,7 +224,7 @@ def _finish(task: _Task, writer: ShardWriter, folder: Path, options: dict[str, A
         is_weights = file.name.endswith((".safetensors", ".index.json", ".bin", ".pt", ".pth", ".gguf"))
         if file.is_file() and not is_weights and file.name != "config.json":
             shutil.copyfile(file, folder / file.name)
-    documents = {"config.json": options} if task.is_own else task.producer.config(task.done, task.ordinary)
+    documents = {"config.json": options} if task.is_own else task.producer.config(task.done, task.all_ordinary())
     quantization = documents.pop("config.json")
     config = json_of(origin / "config.json") or {}
     documents["config.json"] = config | {"quantization_config": quantization}

@@ -5,8 +5,8 @@ from mxquant.tensor import grouped, lifecycle, matmul, state, views
 from mxquant.tensor.choose import as_weight, describe, requested_backend
 from mxquant.tensor.construct import quantize
 from mxquant.tensor.grouped import grouped_product
-from mxquant.tensor.metadata import Metadata, check_rotation
-from mxquant.tensor.mxtensor import EmulatedMXTensor, MXTensor, precision
+from mxquant.tensor.metadata import Metadata, check_rotation, precision
+from mxquant.tensor.mxtensor import EmulatedMXTensor, MXTensor
 from mxquant.tensor.state import flatten_state_dict, unflatten_state_dict
 
 __all__ = [

@@ -138,3 +138,12 @@ def metadata_from_fields(fields: Any) -> tuple[Metadata, tuple[int, ...] | None]
         raise ValueError(f"metadata shape is a list of sizes; got {shape!r}")
     metadata = Metadata(**fields | {"dtype": _DTYPES[fields["dtype"]]})
     return metadata, None if shape is None else tuple(shape)
+
+
+def precision(metadata: Metadata) -> str:
+    """ "W4A4", "W4A16": bits of a weight's and of an activation's element, 16 for an activation that is not
+    quantized.
+    """
+    weight = get_format(metadata.format).element.bits
+    activation = 16 if metadata.activation is None else get_format(metadata.activation, activation=True).element.bits
+    return f"W{weight}A{activation}"

@@ -10,7 +10,7 @@ import copy
 import dataclasses
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from torch import Tensor
 from mxquant.backends.base import CANONICAL, Operand
 from mxquant.backends.registry import backend_of_layout
 from mxquant.formats.spec import Format, get_format, resolve_scale_mode
-from mxquant.tensor.metadata import Metadata, check_rotation
+from mxquant.tensor.metadata import Metadata, check_rotation, precision
 
 _logger = logging.getLogger("mxquant")
 _SHARED_ACTIVATION_SCALE = (
@@ -26,6 +26,7 @@ _SHARED_ACTIVATION_SCALE = (
     "expert where there are such, or none to have them computed at run time"
 )
 _INNER = ("qdata", "scale", "per_tensor_scale", "activation_scale")
+_NO_MEMORY = 1 << 62  # beyond what processors and GPUs can address
 # Raised where an operator of `torch.ops.mxquant` changes its arguments: graphs compiled for the old ones are on disk.
 _OPERATORS = 2
 _OWN_ATTRIBUTES = frozenset((*_INNER, "metadata", "backend", "_is_param"))
@@ -80,15 +81,19 @@ class MXTensor(torch.Tensor):
 
     def __new__(
         cls,
-        operand: Operand,
-        metadata: Metadata,
-        shape: Sequence[int],
+        operand: Operand | MXTensor,
+        metadata: Metadata | None = None,
+        shape: Sequence[int] = (),
         backend: str = "auto",
         requires_grad: bool = False,
     ) -> MXTensor:
+        if isinstance(operand, MXTensor):  # `type(parameter)(value, requires_grad=...)`: so accelerate moves weights
+            return cast(MXTensor, torch.nn.Parameter(operand, requires_grad))
+        if metadata is None:
+            raise TypeError("MXTensor is made by mxquant.quantize or MXTensor.from_qdata, not of values alone")
         if metadata.rotation is not None:
             check_rotation(metadata.rotation, get_format(metadata.format), shape[metadata.axis])
-        return torch.Tensor._make_wrapper_subclass(
+        tensor: MXTensor = torch.Tensor._make_wrapper_subclass(
             cls,
             shape,
             strides=_dense_strides(shape, metadata.axis),
@@ -96,18 +101,10 @@ class MXTensor(torch.Tensor):
             device=operand.qdata.device,
             requires_grad=requires_grad,
         )
-
-    def __init__(
-        self,
-        operand: Operand,
-        metadata: Metadata,
-        shape: Sequence[int],
-        backend: str = "auto",
-        requires_grad: bool = False,
-    ) -> None:
-        self.qdata, self.scale, self.per_tensor_scale, self.activation_scale = operand
-        self.metadata = metadata
-        self.backend = backend
+        # Here and not in __init__, which would run for the parameter above too.
+        tensor.qdata, tensor.scale, tensor.per_tensor_scale, tensor.activation_scale = operand
+        tensor.metadata, tensor.backend = metadata, backend
+        return tensor
 
     @staticmethod
     def from_qdata(
@@ -173,6 +170,13 @@ class MXTensor(torch.Tensor):
     def operand(self) -> Operand:
         """The inner tensors as they are, in `metadata.layout`."""
         return Operand(self.qdata, self.scale, self.per_tensor_scale, self.activation_scale)
+
+    def data_ptr(self) -> int:
+        """An address that is one for tensors of one memory, by which accelerate knows tied weights. Nothing lies there:
+        a kernel that took packed codes for values fails, and does not read on.
+        """
+        address = self.qdata.data_ptr()
+        return address | _NO_MEMORY if address else 0
 
     @property
     def nbytes(self) -> int:  # type: ignore[override]
@@ -361,15 +365,6 @@ def brief(value: Any) -> str:
     if isinstance(value, Tensor) and not isinstance(value, MXTensor):
         return f"an ordinary tensor of shape {tuple(value.shape)}, {value.dtype}, on {value.device}"
     return repr(value)
-
-
-def precision(metadata: Metadata) -> str:
-    """ "W4A4", "W4A16": bits of a weight's and of an activation's element, 16 for an activation that is not
-    quantized.
-    """
-    weight = get_format(metadata.format).element.bits
-    activation = 16 if metadata.activation is None else get_format(metadata.activation, activation=True).element.bits
-    return f"W{weight}A{activation}"
 
 
 def physical_shape(tensor: MXTensor) -> tuple[int, ...]:

@@ -105,8 +105,3 @@ def test_values_of_the_merged_experts(tmp_path: Path) -> None:
         for half, projection in enumerate(("gate", "up")):
             part = state[f"model.layers.0.mlp.experts.{expert}.{projection}_proj.weight"].dequantize()
             assert torch.equal(stack.dequantize()[expert].chunk(2)[half], part)
-
-
-def test_the_disk_is_no_device(tmp_path: Path) -> None:
-    with pytest.raises(NotImplementedError, match="send them to the cpu"):
-        from_pretrained(mixtral(tmp_path / "small", 1, 64, 64), device_map={"model": "disk", "lm_head": "cpu"})

@@ -26,9 +26,9 @@ CONVERTIBLE = {
     "ct_mxfp4a16_llama": {"quark"},
     "ct_mxfp6_llama": {"quark"},
     "ct_mxfp8_qwen2": {"quark"},
-    "ct_nvfp4_llama": {"modelopt"},
+    "ct_nvfp4_llama": {"modelopt", "quark"},
     "gptoss_mxfp4_tk_roundup": set(),
-    "modelopt_nvfp4_llama": {"compressed-tensors"},
+    "modelopt_nvfp4_llama": {"compressed-tensors", "quark"},
     "modelopt_w4a8mxfp4_qwen2": set(),
     "quark_mxfp4_w4a4_llama": {"compressed-tensors"},
     "quark_mxfp4_w4a4_mixtral": {"compressed-tensors"},
@@ -111,9 +111,12 @@ def test_a_quantized_mixture_is_taken_apart_and_merged(tmp_path: Path) -> None:
         for key, parameter in model.named_parameters():
             if isinstance(parameter, MXTensor):
                 assert torch.equal(again.get_parameter(key).dequantize(), parameter.dequantize()), (producer, key)
-    names = load_state(tmp_path / "quark")
+    names = load_state(tmp_path / "compressed-tensors")
     assert "model.layers.0.block_sparse_moe.experts.3.w1.weight" in names
     assert not isinstance(names["model.layers.0.block_sparse_moe.gate.weight"], MXTensor)
+    # Those of the recorded checkpoint of Quark.
+    names = load_state(tmp_path / "quark")
+    assert names.keys() == load_state(folder("quark_mxfp4_w4a4_mixtral")).keys()
 
 
 def test_nvfp4_experts_keep_a_scale_each(tmp_path: Path) -> None:
@@ -129,9 +132,15 @@ def test_nvfp4_experts_keep_a_scale_each(tmp_path: Path) -> None:
 def test_tied_weights_are_written_once_and_stay_tied(tmp_path: Path) -> None:
     model = small_llama(tie_word_embeddings=True)
     quantize_(model, "mxfp4")
-    for producer in ("mxquant", "compressed-tensors"):
+    for producer in ("mxquant", "compressed-tensors", "quark", "modelopt"):
+        if producer == "modelopt":
+            quantize_(model := small_llama(tie_word_embeddings=True), {"weight": "nvfp4", "activation": None})
         save_pretrained(model, tmp_path / producer, producer)
         assert "lm_head.weight" not in load_state(tmp_path / producer)
+        # Tools that go by classes of modules would look for its codes.
+        skipped = {"compressed-tensors": "ignore", "quark": "exclude", "modelopt": "ignore"}.get(producer)
+        if skipped is not None:
+            assert quantization_config(tmp_path / producer)[skipped] == ["lm_head", "model.embed_tokens"]
         again = from_pretrained(tmp_path / producer)
         assert again.lm_head.weight is again.model.embed_tokens.weight
 
@@ -165,6 +174,16 @@ def test_compressed_tensors_loads_our_export(name: str, tmp_path: Path) -> None:
     assert torch.equal(theirs(IDS).logits, model(IDS).logits)
 
 
+def test_compressed_tensors_loads_tied_weights(tmp_path: Path) -> None:
+    pytest.importorskip("compressed_tensors")
+    model = small_llama(tie_word_embeddings=True)
+    quantize_(model, "mxfp4")
+    save_pretrained(model, tmp_path / "saved", "compressed-tensors")
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+    assert theirs.lm_head.weight is theirs.model.embed_tokens.weight
+    assert torch.equal(theirs(IDS).logits, model(IDS).logits)
+
+
 # Refusals, and an interrupted save
 
 
@@ -176,6 +195,9 @@ def test_compressed_tensors_loads_our_export(name: str, tmp_path: Path) -> None:
         ("mxfp8", "compressed-tensors", "activation_scale_mode 'rceil'"),
         ("nvfp4", "compressed-tensors", "computed at run time"),
         ("nvfp4", "modelopt", "dynamic scales"),
+        ("nvfp4", "quark", "computed at run time"),
+        ({"weight": "mxfp4", "activation": "fp8_e4m3"}, "quark", "computed at run time"),
+        ({"weight": "mxfp4", "activation": "mxfp8_e5m2"}, "quark", "activations in mxfp8_e5m2"),
         ({"weight": "mxfp4", "activation": "mxfp4", "activation_scale_mode": "rceil"}, "quark", "'rceil'"),
         ("mxfp4", "gpt-oss", "the quantization of activations"),
     ],

@@ -1,0 +1,145 @@
+"""What a layer's scheme in AMD Quark's config says, both ways: an MX format, NVFP4, or FP8 for activations.
+
+| | spec |
+|---|---|
+| MX | per group of 32 with E8M0 scales; static for weights, dynamic for activations |
+| NVFP4 | two specs: FP4 per group of 16, and FP8 per tensor for the scales of the first |
+| FP8 activations | per tensor, static |
+
+Source: amd-quark 0.13 `torch/quantization/config/{config,template}.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+FORMATS = {"fp4": "mxfp4", "fp6_e2m3": "mxfp6_e2m3", "fp6_e3m2": "mxfp6_e3m2", "fp8_e4m3": "mxfp8_e4m3"}
+DTYPES = {fmt: dtype for dtype, fmt in FORMATS.items()}
+MODES = ("even", "floor", "ceil")
+_ACCEPTED = (
+    f"{', '.join(FORMATS)} per group of 32 with E8M0 scales, static for weights and dynamic for activations, fp4 per "
+    "group of 16 with FP8 scales (NVFP4), and static fp8_e4m3 per tensor for activations"
+)
+
+
+class Scheme(NamedTuple):
+    """What is stored of a layer."""
+
+    format: str
+    activation: str | None = None
+    mode: str | None = None
+    """How scales of activations are rounded, where there is a choice."""
+
+    @property
+    def static(self) -> str | None:
+        """The tensor of a module that holds the calibrated scale of its activations; None: there is none."""
+        return {"fp8_e4m3": "input_scale", "nvfp4": "input_scale_2"}.get(self.activation or "")
+
+
+def read_scheme(module: str, layer: Mapping[str, Any]) -> Scheme:
+    """The scheme of a layer.
+
+    Raises:
+        NotImplementedError: one that mxquant does not compute.
+    """
+    fmt, _ = _format_of(module, "weight", layer.get("weight"), dynamic=False)
+    inputs = layer.get("input_tensors")
+    if inputs is None:
+        return Scheme(fmt)
+    if _is_fp8(inputs, is_scale_quant=False):
+        return Scheme(fmt, "fp8_e4m3")
+    activation, mode = _format_of(module, "input_tensors", inputs, dynamic=True)
+    if activation == "nvfp4" and fmt != "nvfp4":
+        raise NotImplementedError(f"{module} has nvfp4 activations with a weight in {fmt}, which is not read")
+    return Scheme(fmt, activation, mode)
+
+
+def write_scheme(scheme: Scheme) -> dict[str, Any]:
+    """A layer's scheme as the config has it."""
+    inputs: Any = None
+    if scheme.activation == "fp8_e4m3":
+        inputs = _fp8(is_scale_quant=False)
+    elif scheme.activation is not None:
+        inputs = _spec(scheme.activation, scheme.mode or "even", dynamic=True)
+    return {
+        "weight": _spec(scheme.format, "even", dynamic=False),
+        "input_tensors": inputs,
+        "output_tensors": None,
+        "bias": None,
+        "target_device": None,
+    }
+
+
+def _format_of(module: str, what: str, spec: Any, *, dynamic: bool) -> tuple[str, str]:
+    """The format of a spec, and its scale mode."""
+    if isinstance(spec, list) and len(spec) == 2 and _is_fp8(spec[1], is_scale_quant=True):
+        if _is_per_group(spec[0], 16, "float32", dynamic) and spec[0]["dtype"] == "fp4":
+            return "nvfp4", "even"
+    elif _is_per_group(spec, 32, "e8m0", dynamic) and spec.get("dtype") in FORMATS:
+        mode = spec.get("scale_calculation_mode") or "even"
+        if mode not in MODES:
+            raise NotImplementedError(
+                f"{module}: scale_calculation_mode {mode!r} of {what} is unknown; read are {MODES}"
+            )
+        return FORMATS[spec["dtype"]], mode
+    raise NotImplementedError(f"{module}: {what} is {spec!r}; read are {_ACCEPTED}")
+
+
+def _is_per_group(spec: Any, size: int, scale_format: str, dynamic: bool) -> bool:
+    if not isinstance(spec, dict):
+        return False
+    found = (spec.get("qscheme"), spec.get("group_size"), spec.get("scale_format"), bool(spec.get("is_dynamic")))
+    return found == ("per_group", size, scale_format, dynamic)
+
+
+def _is_fp8(spec: Any, *, is_scale_quant: bool) -> bool:
+    if not isinstance(spec, dict):
+        return False
+    found = tuple(bool(spec.get(flag)) for flag in ("is_dynamic", "is_scale_quant"))
+    return (spec.get("dtype"), spec.get("qscheme")) == ("fp8_e4m3", "per_tensor") and found == (False, is_scale_quant)
+
+
+def _spec(fmt: str, mode: str, *, dynamic: bool) -> Any:
+    if fmt == "nvfp4":
+        return [
+            _filled(dtype="fp4", group_size=16, is_dynamic=dynamic, scale_format="float32", scale_type="float32"),
+            _fp8(is_scale_quant=True),
+        ]
+    return _filled(dtype=DTYPES[fmt], is_dynamic=dynamic, scale_calculation_mode=mode)
+
+
+def _fp8(*, is_scale_quant: bool) -> dict[str, Any]:
+    return _filled(
+        dtype="fp8_e4m3",
+        qscheme="per_tensor",
+        ch_axis=None,
+        group_size=None,
+        is_scale_quant=is_scale_quant,
+        symmetric=True,
+        scale_format=None,
+        scale_type="float32",
+        observer_cls="PerTensorMinMaxObserver",
+    )
+
+
+def _filled(**fields: Any) -> dict[str, Any]:
+    """A spec with every field that Quark's own have; those of MX where nothing else is said."""
+    return {
+        "qscheme": "per_group",
+        "ch_axis": -1,
+        "group_size": 32,
+        "block_size": None,
+        "is_dynamic": False,
+        "is_scale_quant": False,
+        "symmetric": None,
+        "round_method": "half_even",
+        "scale_calculation_mode": None,
+        "scale_format": "e8m0",
+        "scale_type": "float",
+        "observer_cls": "PerBlockMXObserver",
+        "mx_element_dtype": None,
+        "zero_point_type": "int32",
+        "enable_buffer_reuse": False,
+        "max_input_numel": 4194304,
+    } | fields

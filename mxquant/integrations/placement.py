@@ -1,0 +1,65 @@
+"""Where the modules of a model go: `device_map` as transformers and accelerate have it, the disk included.
+
+accelerate keeps what is sent to the disk as ordinary arrays in files of its own, which packed codes with their metadata
+are not. `from_pretrained` needs no such files: weights on the CPU are views of the checkpoint's own mapped files, whose
+pages are read when they are used and dropped when memory is short.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+_BY_SIZE = ("auto", "balanced", "balanced_low_0", "sequential")
+REMEDY = (
+    "quantize the checkpoint into a folder (python -m mxquant quantize SRC DST --format ...) and load that by "
+    "mxquant.from_pretrained, whose weights stay in the mapped files; or send the modules to 'cpu'"
+)
+
+
+def without_disk(device_map: Any, max_memory: Any, sources: Mapping[str, Any]) -> tuple[Any, Any]:
+    """`device_map` and `max_memory` by which what would go to the disk is read from the mapped files, on the CPU.
+
+    Args:
+        sources: what each parameter is made of, as `conversion.sources_of` has it.
+
+    Raises:
+        NotImplementedError: a module with merged experts is sent to the disk: they are in no file as they are.
+    """
+    if isinstance(device_map, str) and device_map in _BY_SIZE:
+        from accelerate.utils import get_max_memory
+
+        return device_map, get_max_memory(max_memory) | {"cpu": sys.maxsize}
+    if not isinstance(device_map, Mapping):
+        return device_map, max_memory
+    for name, source in sources.items():
+        if source.converter is not None and _place(name, device_map) == "disk":
+            raise NotImplementedError(
+                f"device_map sends {name!r} to the disk, but it is merged of {len(source.names)} tensors of the files, "
+                "which are not mapped as they are; send it to 'cpu', or save the model once as producer='mxquant', "
+                "whose files hold it merged"
+            )
+    return {name: "cpu" if place == "disk" else place for name, place in device_map.items()}, max_memory
+
+
+def _place(name: str, device_map: Mapping[str, Any]) -> Any:
+    """Where the longest entry that is the name or a module around it sends a parameter; None without one."""
+    while name not in device_map and name:
+        name = name.rpartition(".")[0]
+    return device_map.get(name)
+
+
+def whole_state(model: nn.Module) -> dict[str, Tensor]:
+    """The state dict, with the weights of modules that wait on the CPU for a GPU as they are there: in the model itself
+    they are on the meta device.
+
+    Raises:
+        ValueError: a parameter on the meta device has no values anywhere.
+    """
+    from transformers.integrations.accelerate import load_offloaded_parameter
+
+    state: dict[str, Tensor] = model.state_dict()
+    return {name: load_offloaded_parameter(model, name) if value.is_meta else value for name, value in state.items()}
