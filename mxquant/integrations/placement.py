@@ -35,7 +35,7 @@ def without_disk(device_map: Any, max_memory: Any, sources: Mapping[str, Any]) -
         return device_map, get_max_memory(max_memory) | {"cpu": sys.maxsize}
     if not isinstance(device_map, Mapping):
         return device_map, max_memory
-    for name, source in sources.items():
+    for name, source in sorted(sources.items()):
         if source.converter is not None and _place(name, device_map) == "disk":
             raise NotImplementedError(
                 f"device_map sends {name!r} to the disk, but it is merged of {len(source.names)} tensors of the files, "
