@@ -200,6 +200,9 @@ def test_compressed_tensors_loads_tied_weights(tmp_path: Path) -> None:
         ({"weight": "mxfp4", "activation": "mxfp8_e5m2"}, "quark", "activations in mxfp8_e5m2"),
         ({"weight": "mxfp4", "activation": "mxfp4", "activation_scale_mode": "rceil"}, "quark", "'rceil'"),
         ("mxfp4", "gpt-oss", "the quantization of activations"),
+        ({"weight": "mxfp4", "rotation": 32}, "compressed-tensors", "its rotation in blocks of 32"),
+        ({"weight": "mxfp4", "rotation": 32}, "quark", "its rotation in blocks of 32"),
+        ({"weight": "nvfp4", "activation": None, "rotation": 16}, "modelopt", "its rotation in blocks of 16"),
     ],
 )
 def test_what_would_be_lost_is_said(config: Any, producer: str, lost: str, tmp_path: Path) -> None:
