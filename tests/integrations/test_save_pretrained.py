@@ -266,6 +266,26 @@ def test_a_folder_of_other_things_is_not_replaced(tmp_path: Path) -> None:
     assert [entry.name for entry in tmp_path.iterdir()] == ["home"]
 
 
+def test_files_are_as_readable_as_any(tmp_path: Path) -> None:
+    model = small_llama()
+    quantize_(model, "mxfp4")
+    save_pretrained(model, tmp_path / "saved", max_shard_bytes=20_000)
+    (tmp_path / "plain").write_text("")
+    modes = {file.name: file.stat().st_mode for file in (tmp_path / "saved").iterdir()}
+    assert set(modes.values()) == {(tmp_path / "plain").stat().st_mode}, modes
+
+
+def test_a_link_to_a_folder_stays_one(tmp_path: Path) -> None:
+    model = small_llama()
+    quantize_(model, "mxfp4")
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
+    save_pretrained(model, tmp_path / "link")
+    assert (tmp_path / "link").is_symlink()
+    assert torch.equal(from_pretrained(tmp_path / "elsewhere")(IDS).logits, model(IDS).logits)
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["elsewhere", "link"]
+
+
 def test_saving_over_itself(tmp_path: Path) -> None:
     """A model whose weights are views of the files that are replaced; a tokenizer beside them stays."""
     model = small_llama()
