@@ -22,6 +22,7 @@ import torch
 from mxquant.api import explain
 from mxquant.checkpoints import PRODUCERS, Content, get_producer, read_content
 from mxquant.checkpoints.compare import Comparison, TensorDifference, compare
+from mxquant.checkpoints.files import without_duplicates
 from mxquant.config import resolve_config
 from mxquant.formats import WEIGHT_FORMATS, get_format
 from mxquant.report import text_table
@@ -86,7 +87,7 @@ def _add(commands: Any, name: str, run: Callable[..., tuple[Any, str]], about: s
 def _add_quantize(commands: Any) -> None:
     command = _add(commands, "quantize", _quantize, "quantize an unquantized checkpoint, one parameter at a time")
     command.add_argument("source", metavar="SRC", help="the folder of the checkpoint")
-    command.add_argument("destination", metavar="DST", help="the folder to write; it appears when it is complete")
+    command.add_argument("destination", metavar="DST", help="the folder to write; an old one is replaced at the end")
     what = command.add_mutually_exclusive_group(required=True)
     what.add_argument("--format", choices=_FORMATS, help="of the weights of every linear layer and of all experts")
     what.add_argument("--config", metavar="FILE", help="JSON as quantize_ takes it: a mapping from kinds and names")
@@ -101,7 +102,10 @@ def _add_quantize(commands: Any) -> None:
 
 
 def _positive(text: str) -> int:
-    value = int(text)
+    try:
+        value = int(text)
+    except ValueError:
+        value = 0
     if value < 1:
         raise argparse.ArgumentTypeError(f"{text} is no size; give a number of bytes")
     return value
@@ -145,10 +149,7 @@ def _config_of(options: argparse.Namespace) -> object:
     if options.config is not None:
         if options.activation is not None:
             raise ValueError("--activation goes with --format; with --config, write it in the file")
-        content = json.loads(Path(options.config).read_text(encoding="utf-8"))
-        if not isinstance(content, (dict, str)):
-            raise ValueError(f"{options.config} holds a {type(content).__name__}; it is an object, or a format's name")
-        return content
+        return _read_config(Path(options.config))
     activation = options.activation or "same"
     fields: dict[str, Any] = {"weight": options.format, "activation": None if activation == "none" else activation}
     config = resolve_config(fields)
@@ -158,6 +159,18 @@ def _config_of(options: argparse.Namespace) -> object:
         if implied is not None and get_format(config.activation_format, activation=True).scale_modes:
             fields["activation_scale_mode"] = implied
     return fields
+
+
+def _read_config(file: Path) -> object:
+    if not file.is_file():
+        raise FileNotFoundError(f"--config {file} is no file; name one with JSON as quantize_ takes it")
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"), object_pairs_hook=without_duplicates)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"--config {file} is no JSON: {error}") from error
+    if not isinstance(content, (dict, str)):
+        raise ValueError(f"--config {file} holds {content!r}; it is an object, or a format's name")
+    return content
 
 
 def _inspect(options: argparse.Namespace) -> tuple[Any, str]:

@@ -19,7 +19,7 @@ from transformers import (
     AutoModelForCausalLM,
 )
 
-from mxquant import MXTensor, from_pretrained, load_state, quantize_, save_pretrained
+from mxquant import MXTensor, from_pretrained, load_state, mxfp4, quantize_, save_pretrained
 from mxquant.cli import main
 from mxquant.integrations.transformers import MXQuantConfig
 
@@ -108,7 +108,7 @@ def test_fp32_files_are_quantized_in_the_models_dtype(tmp_path: Path) -> None:
         (["--format", "mxfp6_e3m2", "--activation", "none", "--as", "compressed-tensors"], "its codes would be lost"),
         (["--format", "mxfp4", "--as", "gpt-oss"], "would be lost"),
         (["--format", "mxfp4", "--activation", "int8"], "int8"),
-        (["--config", "absent.json"], "absent.json"),
+        (["--config", "absent.json"], "--config absent.json is no file"),
     ],
 )
 def test_what_cannot_be_is_refused_before_anything_is_written(
@@ -117,6 +117,75 @@ def test_what_cannot_be_is_refused_before_anything_is_written(
     assert run("quantize", llama, tmp_path / "out", *options) == 1
     assert named in capsys.readouterr().err
     assert [entry.name for entry in tmp_path.iterdir()] == ["source"]
+
+
+@pytest.mark.parametrize(
+    "content, named",
+    [
+        ('{"linear":', "config.json is no JSON: Expecting value"),
+        (b"\xff\xfe", "config.json is no JSON: 'utf-8' codec"),
+        ("[" * 100_000, "config.json is no JSON"),
+        ('{"linear": "mxfp4", "linear": "mxfp8"}', "'linear' is there twice"),
+        ('["mxfp4"]', "holds ['mxfp4']; it is an object"),
+        ("{}", "the config mapping is empty"),
+        ('{"linear": null}', "selects no weight"),
+        ('{"linear": {"weight": "mxfp4", "activaton": null}}', "did you mean 'activation'"),
+        ('{"linear": {"weight": "mxfp4", "algorithm": "gptq"}}', "needs data to calibrate on"),
+        ('{"linear": {"weight": "mxfp4", "backend": "typo"}}', "'typo' is unknown"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_a_config_file_that_is_wrong(
+    content: str | bytes, named: str, llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_bytes(content if isinstance(content, bytes) else content.encode())
+    assert run("quantize", llama, tmp_path / "out", "--config", tmp_path / "config.json") == 1
+    assert named in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+    assert run("quantize", llama, tmp_path / "out", "--config", tmp_path) == 1
+    assert "is no file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "model, change, named",
+    [
+        ("llama", {"hidden_size": 128}, "are not of one model"),
+        ("llama", {"num_hidden_layers": 3}, "lacks"),
+        ("mixtral", {"num_local_experts": 3}, "stacks 3 experts, but the checkpoint has 4"),
+        ("mixtral", {"intermediate_size": 64}, "are not of one model"),
+        ("llama", {"model_type": "unheard"}, "of model_type 'unheard', which transformers"),
+        ("llama", {"model_type": "unheard", "auto_map": {"AutoConfig": "code.Config"}}, "is never run"),
+    ],
+    ids=str,
+)
+def test_a_config_of_another_model(
+    model: str, change: dict[str, Any], named: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nothing is asked on the terminal either, of code that lies beside the weights."""
+    source = tmp_path / "source"
+    MODELS[model]().to(torch.bfloat16).save_pretrained(source)
+    config = json.loads((source / "config.json").read_text()) | change
+    (source / "config.json").write_text(json.dumps(config))
+    (source / "code.py").write_text("raise SystemExit('was run')")
+    assert run("quantize", source, tmp_path / "out", "--format", "mxfp4", "--json") == 1
+    printed = capsys.readouterr()
+    assert named in printed.err
+    assert printed.out == ""
+    assert [entry.name for entry in tmp_path.iterdir()] == ["source"]
+
+
+def test_a_rotation_is_written_or_refused(llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Others would take the codes for those of an ordinary weight."""
+    (tmp_path / "config.json").write_text('{"linear": {"weight": "mxfp4", "rotation": 32}}')
+    options = ("--config", tmp_path / "config.json")
+    assert run("quantize", llama, tmp_path / "out", *options) == 0
+    expected = AutoModelForCausalLM.from_pretrained(llama)
+    quantize_(expected, {"linear": mxfp4(rotation=32)})
+    assert torch.equal(from_pretrained(tmp_path / "out")(IDS).logits, expected(IDS).logits)
+    for producer in ("compressed-tensors", "quark"):
+        assert run("quantize", llama, tmp_path / producer, *options, "--as", producer) == 1
+        assert "its rotation in blocks of 32" in capsys.readouterr().err
+        assert not (tmp_path / producer).exists()
 
 
 def test_quantizing_twice_and_in_place_is_refused(
@@ -131,7 +200,15 @@ def test_quantizing_twice_and_in_place_is_refused(
 
 
 @pytest.mark.parametrize(
-    "arguments", [[], ["quantize", "a", "b"], ["quantize", "a", "b", "--format", "int4"], ["inspect"], ["solve"]]
+    "arguments",
+    [
+        [],
+        ["quantize", "a", "b"],
+        ["quantize", "a", "b", "--format", "int4"],
+        ["quantize", "a", "b", "--format", "mxfp4", "--max-shard-bytes", "many"],
+        ["inspect"],
+        ["solve"],
+    ],
 )
 def test_wrong_usage_exits_with_two(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exit_:

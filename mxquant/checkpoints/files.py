@@ -205,13 +205,14 @@ def json_of(file: Path) -> dict[str, Any] | None:
     if (size := file.stat().st_size) > _MAX_JSON_BYTES:
         raise ValueError(f"{file} has {size:,} bytes; a config or index has at most {_MAX_JSON_BYTES:,}")
     try:
-        content = json.loads(file.read_text(encoding="utf-8"), object_pairs_hook=_without_duplicates)
+        content = json.loads(file.read_text(encoding="utf-8"), object_pairs_hook=without_duplicates)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{file} is no intact JSON: {error}; download it anew") from error
     return _object(content, file, "the content")
 
 
-def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """For `json`'s `object_pairs_hook`: refuse an object that says two things of one name."""
     found = dict(pairs)
     if len(found) < len(pairs):
         names = [name for name, _ in pairs]

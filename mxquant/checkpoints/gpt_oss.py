@@ -16,7 +16,7 @@ from torch import Tensor
 
 from mxquant.checkpoints.files import Checkpoint
 from mxquant.checkpoints.gpt_oss_original import as_in_transformers
-from mxquant.checkpoints.producer import Reading, refuse
+from mxquant.checkpoints.producer import Reading, check_not_rotated, refuse
 from mxquant.checkpoints.stored import BLOCKS, Stored
 from mxquant.tensor import MXTensor
 
@@ -60,6 +60,7 @@ class GptOss:
     def encode(self, name: str, weight: MXTensor, known: Mapping[str, Tensor]) -> dict[str, Tensor]:
         if weight.format != "mxfp4":
             refuse(self.name, name, weight, "its codes", "quantize it to mxfp4, or save as 'mxquant'")
+        check_not_rotated(self.name, name, weight)
         if weight.activation is not None:
             refuse(
                 self.name,

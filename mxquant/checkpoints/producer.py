@@ -128,15 +128,16 @@ def refuse(producer: str, name: str, weight: MXTensor, lost: str, remedy: str) -
     raise NotImplementedError(f"{producer} files cannot hold {name} {weight!r}: {lost} would be lost; {remedy}")
 
 
-def check_matrix(producer: str, name: str, weight: MXTensor, formats: Iterable[str], *, stacks: bool = False) -> None:
+def check_matrix(producer: str, name: str, weight: MXTensor, formats: Iterable[str]) -> None:
     """Refuse a weight that is no matrix of whole blocks in one of `formats`."""
     fmt = get_format(weight.format)
     accepted = ", ".join(formats)
     if weight.format not in formats:
         refuse(producer, name, weight, "its codes", f"quantize it to one of {accepted}, or save as 'mxquant'")
-    if not name.endswith(".weight") and not stacks:
+    check_not_rotated(producer, name, weight)
+    if not name.endswith(".weight"):
         refuse(producer, name, weight, "a stack of experts", "save as 'mxquant', which holds stacks as they are")
-    if weight.dim() != 2 and not (stacks and weight.dim() == 3):
+    if weight.dim() != 2:
         refuse(producer, name, weight, f"its shape of {weight.dim()} axes", "save as 'mxquant'")
     assert fmt.block_size is not None
     if weight.axis != -1:
@@ -145,6 +146,13 @@ def check_matrix(producer: str, name: str, weight: MXTensor, formats: Iterable[s
         refuse(
             producer, name, weight, f"a partial block of {fmt.block_size}", "leave it unquantized, or save as 'mxquant'"
         )
+
+
+def check_not_rotated(producer: str, name: str, weight: MXTensor) -> None:
+    """Refuse codes of a rotated weight, which stand for other values to whoever does not know of it."""
+    if (rotation := weight.metadata.rotation) is not None:
+        lost = f"its rotation in blocks of {rotation}, of activations in front of the matmul too,"
+        refuse(producer, name, weight, lost, "quantize with rotation=None, or save as 'mxquant'")
 
 
 def one_scale(producer: str, name: str, weight: MXTensor, scale: Tensor | None) -> Tensor | None:

@@ -87,9 +87,11 @@ class Quark:
             remedy = f"quantize activations to one of {known} or not at all, or save as 'mxquant'"
             refuse(self.name, name, weight, lost, remedy)
         if (scheme.static is None) != (weight.activation_scale is None):
-            lost = f"activation scales that are {'calibrated' if scheme.static is None else 'computed at run time'}"
-            remedy = "make it weight-only (activation=None), or save as 'mxquant'"
-            refuse(self.name, name, weight, f"{lost} (its {scheme.activation} has others)", remedy)
+            given, wanted = "calibrated", "computed at run time"
+            if scheme.static is not None:
+                given, wanted = wanted, given
+            lost = f"activation scales that are {given} (its {scheme.activation} has {wanted} ones)"
+            refuse(self.name, name, weight, lost, "make it weight-only (activation=None), or save as 'mxquant'")
         modes = {"nvfp4": ("even",), "fp8_e4m3": (None,), None: (None,)}.get(scheme.activation, MODES)
         if scheme.mode not in modes:
             remedy = f"quantize with activation_scale_mode {', '.join(map(repr, modes))}, or save as 'mxquant'"

@@ -32,7 +32,7 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
     Raises:
         FileExistsError: `path` is a file, or a folder with folders of its own.
     """
-    target = Path(os.path.abspath(path))
+    target = Path(os.path.realpath(path))  # a link stays one, and what it leads to is replaced
     if target.exists() and not target.is_dir():
         raise FileExistsError(f"{target} is a file; name a folder to write the checkpoint to")
     if nested := [entry.name for entry in target.iterdir() if entry.is_dir()] if target.exists() else []:
@@ -151,7 +151,9 @@ class ShardWriter:
             content = {"version": VERSION, "tensors": self._described, "aliases": {}}
             metadata[METADATA_KEY] = json.dumps(content, sort_keys=True)
         contiguous = {name: _storable(tensor) for name, tensor in self._pending.items()}
-        save_file(contiguous, self._part(len(self._shards)), metadata)
+        file = self._part(len(self._shards))
+        save_file(contiguous, file, metadata)
+        file.chmod(0o666 & ~_umask())  # safetensors leaves it to its owner alone
         self._shards.append(list(self._pending))
         self._pending, self._described, self._pending_bytes = {}, {}, 0
 

@@ -14,8 +14,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     MergeModulelist,
@@ -50,8 +51,6 @@ class Source:
 
 def model_class(config: Any) -> Any:
     """The class that the config names, or that of causal language models."""
-    import transformers
-
     for architecture in getattr(config, "architectures", None) or []:
         if hasattr(transformers, architecture):
             return getattr(transformers, architecture)
@@ -59,10 +58,20 @@ def model_class(config: Any) -> Any:
 
 
 def plain_config(content: Content) -> Any:
-    """The model's config without what it says of quantization."""
+    """The model's config without what it says of quantization.
+
+    Raises:
+        ValueError: a model that transformers does not know by itself.
+    """
     if content.rows:  # a config of transformers that is in no file
         return AutoConfig.for_model(**content.checkpoint.config)
-    config = AutoConfig.from_pretrained(content.checkpoint.path)
+    path, kind = content.checkpoint.path, content.checkpoint.config.get("model_type")
+    if kind not in CONFIG_MAPPING:
+        raise ValueError(
+            f"config.json of {path} is of model_type {kind!r}, which transformers {transformers.__version__} does not "
+            "know; update transformers (code that lies beside the weights is never run)"
+        )
+    config = AutoConfig.from_pretrained(path, trust_remote_code=False)
     for holder in (config, config.get_text_config()):
         with contextlib.suppress(AttributeError):
             del holder.quantization_config
@@ -160,6 +169,22 @@ def sources_of(model: nn.Module, names: Iterable[str]) -> dict[str, Source]:
     for target, source in found.items():
         _check_experts(target, source, expected[target].shape[0] if expected[target].dim() else 0)
     return found
+
+
+def check_shapes(model: nn.Module, content: Content, sources: Mapping[str, Source]) -> None:
+    """Compare tensors that are loaded as they are with the model; merged ones are compared when they are.
+
+    Raises:
+        ValueError: one has another shape.
+    """
+    expected = model.state_dict()
+    for target, source in sources.items():
+        shape = tuple(expected[target].shape)
+        if source.converter is None and content.shape(source.names[0]) != shape:
+            raise ValueError(
+                f"{source.names[0]!r} has shape {content.shape(source.names[0])}, the model's {target!r} {shape}; "
+                "config.json and the weights are not of one model"
+            )
 
 
 def _check_experts(target: str, source: Source, experts: int) -> None:

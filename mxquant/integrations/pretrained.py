@@ -64,7 +64,7 @@ def from_pretrained(
     config = conversion.plain_config(content)
     model = conversion.skeleton(config)
     sources = conversion.sources_of(model, content.names)
-    _check_shapes(model, content, sources)
+    conversion.check_shapes(model, content, sources)
     _check_static_scales(content, sources)
     roles = conversion.role_names(model, content.names)
     device_map, max_memory = without_disk(device_map, options.pop("max_memory", None), sources)
@@ -164,18 +164,6 @@ def _lazy_state(content: Content, sources: Mapping[str, Any]) -> dict[str, _Lazy
         group = shared if source.converter is None else _Group(content, len(source.names))
         state |= {name: _Lazy(content, name, group) for name in source.names}
     return state
-
-
-def _check_shapes(model: nn.Module, content: Content, sources: Mapping[str, Any]) -> None:
-    """Of tensors that are loaded as they are; the merged ones are compared when they are."""
-    expected = model.state_dict()
-    for target, source in sources.items():
-        shape = tuple(expected[target].shape)
-        if source.converter is None and content.shape(source.names[0]) != shape:
-            raise ValueError(
-                f"{source.names[0]!r} has shape {content.shape(source.names[0])}, the model's {target!r} {shape}; "
-                "config.json and the weights are not of one model"
-            )
 
 
 def _check_static_scales(content: Content, sources: Mapping[str, Any]) -> None:

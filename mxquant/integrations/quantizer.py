@@ -181,12 +181,21 @@ class MXQuantizer(HfQuantizer):
 
 
 def plan_of(model: nn.Module, config: MXQuantConfig) -> Plan:
-    """Which parameters of a model, which may be on the meta device, are quantized."""
+    """Which parameters of a model, which may be on the meta device, are quantized.
+
+    Raises:
+        ValueError: as `mxquant.quantize_`, or the config asks for GPTQ, for which there is no data yet.
+    """
     skipped = config.modules_to_not_convert
-    mapping = config.mapping()
-    if not skipped:
-        return select(model, mapping)
-    return select(model, mapping, lambda module, name: should_convert_module(name, skipped))
+    filter_fn = None if not skipped else lambda module, name: should_convert_module(name, skipped)
+    plan = select(model, config.mapping(), filter_fn)
+    for target in plan.targets:
+        if target.config.gptq is not None:
+            raise ValueError(
+                f'{target.name}: algorithm="gptq" needs data to calibrate on, which there is none of while weights are '
+                'loaded; load the model and call mxquant.quantize_(model, config, calibration=batches), or use "rtn"'
+            )
+    return plan
 
 
 class _Quantize(ConversionOps):

@@ -7,6 +7,7 @@ but those of the parameter at hand and of the shard that is being written.
 from __future__ import annotations
 
 import copy
+import dataclasses
 import os
 import shutil
 from collections.abc import Callable, Iterable, Mapping
@@ -63,7 +64,8 @@ def quantize_checkpoint(
 
     Raises:
         FileNotFoundError: there is no checkpoint or no config.json.
-        ValueError: it is quantized already, damaged, or the config does not fit; the destination is the source.
+        ValueError: it is quantized already, damaged, or the config does not fit or needs calibration; the destination
+            is the source.
         NotImplementedError: the producer's files cannot hold what the config asks for; found before anything is read.
     """
     from mxquant.integrations import conversion
@@ -81,6 +83,7 @@ def quantize_checkpoint(
         raise ValueError(f"{destination} is the source; name another folder")
     model = conversion.skeleton(conversion.plain_config(content))
     sources = conversion.sources_of(model, content.names)
+    conversion.check_shapes(model, content, sources)
     options = MXQuantConfig(config)
     plan = plan_of(model, options)
     targets = {site.name: wanted for wanted in plan.targets for site in wanted.sites}
@@ -166,8 +169,14 @@ class _Task:
                 f"{sorted(merged)} are made of one tensor in the files ({source.names[0]}); load the model with "
                 "MXQuantConfig and save it instead"
             )
-        value = merged[name]
-        return value[0] if isinstance(value, list) else value
+        value = merged[name][0] if isinstance(merged[name], list) else merged[name]
+        expected = tuple(self.model.get_parameter(name).shape)
+        if tuple(value.shape) != expected:
+            raise ValueError(
+                f"{name!r}, merged of {len(source.names)} tensors, has shape {tuple(value.shape)}, in the model "
+                f"{expected}; config.json and the weights are not of one model"
+            )
+        return value
 
     def _named(self, name: str, value: Tensor) -> dict[str, Tensor]:
         """A parameter under the names of the files that are written: merged experts are taken apart for others."""
@@ -208,7 +217,8 @@ def stand_in(
         axis,
         torch.ones((), dtype=torch.float32) if fmt.per_tensor else None,
     )
-    return tensor.with_activation(config.activation_format, config.activation_scale_mode)
+    rotated = tensor.rewrap(tensor.operand, dataclasses.replace(tensor.metadata, rotation=config.rotation))
+    return rotated.with_activation(config.activation_format, config.activation_scale_mode)
 
 
 def _largest_file(content: Content) -> int:

@@ -131,7 +131,7 @@ def test_the_config_of_the_released_model(tmp_path: Path) -> None:
     """transformers' defaults are gpt-oss-120b's, and so are OpenAI's: they lead to one config."""
     content = read_content(write(tmp_path / "original", config=LARGE)).as_in_transformers()
     config = AutoConfig.for_model(**content.checkpoint.config)
-    expected = GptOssConfig(architectures=["GptOssForCausalLM"])
+    expected = GptOssConfig(architectures=["GptOssForCausalLM"], swiglu_limit=7.0)  # no field of it in 5.17
     assert isinstance(config, GptOssConfig)
     assert config.to_dict() == expected.to_dict()
     smaller = read_content(write(tmp_path / "smaller")).as_in_transformers()

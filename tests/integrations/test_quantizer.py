@@ -122,6 +122,14 @@ def test_a_config_without_a_format_quantizes_nothing(llama: Path) -> None:
         AutoModelForCausalLM.from_pretrained(llama, quantization_config=MXQuantConfig())
 
 
+def test_gptq_has_no_data_while_loading(llama: Path) -> None:
+    """It is refused, and not rounded to nearest."""
+    with pytest.raises(ValueError, match="needs data to calibrate on"):
+        AutoModelForCausalLM.from_pretrained(
+            llama, quantization_config=MXQuantConfig({"linear": MXFP4Config(algorithm="gptq")})
+        )
+
+
 def test_a_key_that_matches_nothing_is_refused(llama: Path) -> None:
     with pytest.raises(ValueError, match="gate_up"):
         AutoModelForCausalLM.from_pretrained(llama, quantization_config=MXQuantConfig({"re:.*gate_up": "mxfp4"}))

@@ -200,6 +200,9 @@ def test_compressed_tensors_loads_tied_weights(tmp_path: Path) -> None:
         ({"weight": "mxfp4", "activation": "mxfp8_e5m2"}, "quark", "activations in mxfp8_e5m2"),
         ({"weight": "mxfp4", "activation": "mxfp4", "activation_scale_mode": "rceil"}, "quark", "'rceil'"),
         ("mxfp4", "gpt-oss", "the quantization of activations"),
+        ({"weight": "mxfp4", "rotation": 32}, "compressed-tensors", "its rotation in blocks of 32"),
+        ({"weight": "mxfp4", "rotation": 32}, "quark", "its rotation in blocks of 32"),
+        ({"weight": "nvfp4", "activation": None, "rotation": 16}, "modelopt", "its rotation in blocks of 16"),
     ],
 )
 def test_what_would_be_lost_is_said(config: Any, producer: str, lost: str, tmp_path: Path) -> None:
@@ -261,6 +264,26 @@ def test_a_folder_of_other_things_is_not_replaced(tmp_path: Path) -> None:
     with pytest.raises(FileExistsError, match="letters"):
         save_pretrained(model, tmp_path / "home")
     assert [entry.name for entry in tmp_path.iterdir()] == ["home"]
+
+
+def test_files_are_as_readable_as_any(tmp_path: Path) -> None:
+    model = small_llama()
+    quantize_(model, "mxfp4")
+    save_pretrained(model, tmp_path / "saved", max_shard_bytes=20_000)
+    (tmp_path / "plain").write_text("")
+    modes = {file.name: file.stat().st_mode for file in (tmp_path / "saved").iterdir()}
+    assert set(modes.values()) == {(tmp_path / "plain").stat().st_mode}, modes
+
+
+def test_a_link_to_a_folder_stays_one(tmp_path: Path) -> None:
+    model = small_llama()
+    quantize_(model, "mxfp4")
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
+    save_pretrained(model, tmp_path / "link")
+    assert (tmp_path / "link").is_symlink()
+    assert torch.equal(from_pretrained(tmp_path / "elsewhere")(IDS).logits, model(IDS).logits)
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["elsewhere", "link"]
 
 
 def test_saving_over_itself(tmp_path: Path) -> None:
