@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from mxquant.kernels.bf16_pairs import halves, odd_pair, pair
+from mxquant.kernels.bf16_pairs import halves, nearest_pair, odd_pair, pair
 
 
 @triton.jit
@@ -39,6 +39,15 @@ def fp32_values(words: tl.tuple, DTYPE: tl.constexpr) -> tl.tuple:
             low, high = words[i].to(tl.int16), (words[i] >> 16).to(tl.int16)
             values = values + (_float_of_half(low), _float_of_half(high))
     return values
+
+
+@triton.jit
+def nearest_pairs(values: tl.tuple) -> tl.tuple:
+    """fp32 values as pairs of bf16, rounded to nearest even."""
+    words: tl.tuple = ()
+    for i in tl.static_range(0, len(values), 2):
+        words = words + (nearest_pair(values[i], values[i + 1]),)
+    return words
 
 
 @triton.jit
@@ -73,9 +82,7 @@ def pack_pairs(codes: tl.tuple, signs: tl.tuple, BITS: tl.constexpr) -> tl.tuple
         words = _pack_sixes(signed)
     elif BITS == 4:
         for i in tl.static_range(0, len(codes), 4):
-            words = words + (
-                pair(_four_nibbles(signed[i], signed[i + 1]), _four_nibbles(signed[i + 2], signed[i + 3])),
-            )
+            words = words + (pair(four_nibbles(signed[i], signed[i + 1]), four_nibbles(signed[i + 2], signed[i + 3])),)
     else:
         for i in tl.static_range(0, len(codes), 2):
             words = words + (pair(_two_bytes(signed[i]), _two_bytes(signed[i + 1])),)
@@ -89,7 +96,7 @@ def choose_bits(where_set: tl.tensor, where_clear: tl.tensor, MASK: tl.constexpr
 
 
 @triton.jit
-def _four_nibbles(first: tl.tensor, second: tl.tensor) -> tl.tensor:
+def four_nibbles(first: tl.tensor, second: tl.tensor) -> tl.tensor:
     """Four codes of two words in the low half."""
     transposed = choose_bits(first, second << 8, 0x00FF00FF)  # codes 0, 2, 1, 3, one a byte
     return choose_bits(transposed, transposed >> 12, 0x0F0F)
@@ -129,23 +136,24 @@ def store_block(qdata_ptr: tl.tensor, words: tl.tuple, block: tl.tensor, inside:
     WORDS: tl.constexpr = len(words)
     if WORDS == 3:
         words = [words[0], words[1], words[2], words[2]]
-    joined = _joined(words)
     WIDTH: tl.constexpr = len(words)
     column = tl.arange(0, WIDTH)[None, :]
-    rows = tl.reshape(joined, [block.shape[0], WIDTH])
-    tl.store(qdata_ptr + block[:, None] * WORDS + column, rows, mask=inside[:, None] & (column < WORDS))
+    mask = inside[:, None] & (column < WORDS)
+    tl.store(qdata_ptr + block[:, None] * WORDS + column, joined_words(words), mask=mask)
 
 
 @triton.jit
-def _joined(words: tl.tuple) -> tl.tensor:
-    """tl.tuple [BLOCKS] as [BLOCKS, 2, ...], in order."""
+def joined_words(words: tl.tuple) -> tl.tensor:
+    """Words [BLOCKS], 2 to 16 of them, as one tensor [BLOCKS, words]."""
     joined = _join_halves(words)
     if len(joined) > 1:
         joined = _join_halves(joined)
     if len(joined) > 1:
         joined = _join_halves(joined)
+    if len(joined) > 1:
+        joined = _join_halves(joined)
     tl.static_assert(len(joined) == 1)
-    return joined[0]
+    return tl.reshape(joined[0], [words[0].shape[0], len(words)])
 
 
 @triton.jit

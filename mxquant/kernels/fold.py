@@ -1,9 +1,9 @@
 """Activations folded, in one pass, into values that are exact relative to one power of two a row.
 
-MXFP4 activations are quantized and folded into FP8: E2M1 x 2^s is exact in E5M2 for 29 consecutive exponents s, and in
-E4M3 for 15. So a row of MXFP4 blocks becomes a row of E5M2 values and one scale wherever the exponents of its blocks
-span at most 28; all-zero blocks do not count. Rows that span more get a scale of NaN, never a clamp: the matmul
-recomputes them.
+MXFP4 activations are rotated where the weight is, quantized, and folded into FP8: E2M1 x 2^s is exact in E5M2 for 29
+consecutive exponents s, and in E4M3 for 15. So a row of MXFP4 blocks becomes a row of E5M2 values and one scale
+wherever the exponents of its blocks span at most 28; all-zero blocks do not count. Rows that span more get a scale of
+NaN, never a clamp: the matmul recomputes them.
 
 bf16 activations are folded into FP16: rows whose largest magnitude is brought below 2^15, where values down to 2^-32
 of it keep all their bits. Rows with smaller ones get NaN likewise.
@@ -23,50 +23,69 @@ from torch import Tensor
 
 from mxquant.formats.block import dequantize_blocks, quantize_blocks
 from mxquant.formats.spec import FORMATS
+from mxquant.kernels.bf16_pairs import fp8_word, look_up
+from mxquant.kernels.block_in_thread import (
+    four_nibbles,
+    fp32_values,
+    joined_words,
+    load_block,
+    nearest_pairs,
+    odd_pairs,
+    store_block,
+)
+from mxquant.kernels.butterfly import rotate_block
+from mxquant.kernels.encode_pairs import encode_pairs, largest_of_pairs
 from mxquant.kernels.launch import cached_launch, cdiv, next_power_of_2
 from mxquant.kernels.overlap import let_next_start
+from mxquant.kernels.rotate import rotate
 from mxquant.kernels.triton_numerics import e8m0_from_amax, e8m0_reciprocal, fp32_bits, round_to_element
 
 _MXFP4 = FORMATS["mxfp4"]
 # Of the row's largest block exponent in E5M2: 6 x 2^13 <= 57344.
 TOP, SPAN = 13, 28
-# Rows up to this long stay in the registers of one program; longer ones are read twice.
+# Rows of up to so many elements, or blocks, stay in the registers of one program; longer ones are read twice.
 _LONGEST_IN_REGISTERS = 16384
+_MOST_BLOCKS = _LONGEST_IN_REGISTERS // 32
 
 
 def _padded(columns: int) -> int:
     return cdiv(columns, 128) * 128
 
 
-def fold_activation(x: Tensor, scale_mode: str | None, *, permute: bool) -> tuple[Tensor, Tensor]:
+def fold_activation(
+    x: Tensor, scale_mode: str | None, *, permute: bool, rotated_into: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Quantize and fold rows.
 
     Args:
         x: bf16 or fp16 [M, K], K a multiple of 32, last axis contiguous.
         scale_mode: of MXFP4.
         permute: permute the columns for `tiled_matmul`, with zeros up to a multiple of 128.
+        rotated_into: bf16 [M, K], contiguous, for bf16 `x`: rotate each 32 columns first, in fp32, rounded to bf16.
+            Rows that do not fit are written to it, rotated, for whom recomputes them; the others are left.
 
     Returns:
         values, float8_e5m2 [M, K or wider]; row scales, fp32 [M, 1], NaN of rows that do not fit (span, Inf or NaN).
     """
     m, k = x.shape
     width = _padded(k) if permute else k
+    if x.stride(0) % 8 or x.data_ptr() % 16:  # words are loaded four at a time
+        x = x.clone(memory_format=torch.contiguous_format)
     values = torch.empty(m, width, dtype=torch.float8_e5m2, device=x.device)
     row_scale = torch.empty(m, 1, dtype=torch.float32, device=x.device)
-    block_k = next_power_of_2(width)
-    in_registers = block_k <= _LONGEST_IN_REGISTERS
-    if not in_registers:
-        block_k = 4096
+    blocks = min(next_power_of_2(width // 32), _MOST_BLOCKS)
     _fold_activation_kernel[(m,)](
-        x, values, row_scale, k, width, x.stride(0), MODE=scale_mode, PERMUTE=permute,
-        BLOCK_K=block_k, IN_REGISTERS=in_registers, TOP=TOP, SPAN=SPAN, num_warps=max(1, min(16, block_k // 512)),
+        x, values, row_scale, rotated_into, k, width, x.stride(0), MODE=scale_mode, PERMUTE=permute,
+        ROTATED=rotated_into is not None, BLOCKS=blocks, ONE_PART=width <= 32 * blocks, TOP=TOP, SPAN=SPAN,
+        num_warps=max(1, blocks // 32),
     )  # fmt: skip
     return values, row_scale
 
 
-def fold_activation_torch(x: Tensor, scale_mode: str, *, permute: bool) -> tuple[Tensor, Tensor]:
+def fold_activation_torch(x: Tensor, scale_mode: str, *, permute: bool, rotated: bool = False) -> tuple[Tensor, Tensor]:
     """The twin of `fold_activation`; rows that do not fit hold whatever the casts give."""
     m, k = x.shape
+    x = rotate(x, 32).to(x.dtype) if rotated else x
     qdata, scale = quantize_blocks(x, _MXFP4, scale_mode)
     exponent = scale.int()
     empty = ((qdata.unflatten(1, (k // 32, 16)) & 0x77).amax(-1) == 0) & (exponent != 255)
@@ -144,36 +163,57 @@ def quantize_mxfp4(value: tl.tensor, MODE: tl.constexpr) -> tuple[tl.tensor, ...
 
 @triton.jit
 def _quantize_part(
-    x: tl.tensor, start: tl.tensor, K: tl.tensor, MODE: tl.constexpr, BLOCK_K: tl.constexpr
-) -> tuple[tl.tensor, ...]:
-    """Exponents and values of the blocks from column `start`, and their largest and smallest exponent, empty ones
-    aside.
+    words_ptr: tl.tensor,
+    first: tl.tensor,
+    blocks: tl.tensor,
+    DTYPE: tl.constexpr,
+    MODE: tl.constexpr,
+    ROTATED: tl.constexpr,
+    BLOCKS: tl.constexpr,
+) -> tuple[tl.tuple, tl.tuple, tl.tensor, tl.tensor]:
+    """Pairs and codes of the blocks from `first` on, one in each thread, their exponents, 255 for Inf and NaN, and
+    whether they are empty. In place of blocks that are not there, the last one.
     """
-    column = start + tl.arange(0, BLOCK_K)
-    value = fp32_bits(tl.load(x + column, mask=column < K, other=0)).to(tl.float32, bitcast=True)
-    exponent, rounded = quantize_mxfp4(tl.reshape(value, (BLOCK_K // 32, 32)), MODE)
-    empty = (tl.max(tl.abs(rounded), 1) == 0) & (exponent != 255)
-    return exponent, rounded, tl.max(tl.where(empty, 0, exponent), 0), tl.min(tl.where(empty, 255, exponent), 0)
+    block = tl.minimum(first + tl.arange(0, BLOCKS), blocks - 1)
+    pairs = load_block(words_ptr, block, 16)
+    if ROTATED:
+        tl.static_assert(tl.bfloat16 == DTYPE)
+        pairs = nearest_pairs(rotate_block(fp32_values(pairs, DTYPE)))
+    elif tl.bfloat16 != DTYPE:
+        pairs = odd_pairs(fp32_values(pairs, DTYPE))
+    exponent = e8m0_from_amax(largest_of_pairs(pairs), 2, 1, 7, MODE)
+    codes = encode_pairs(pairs, e8m0_reciprocal(exponent), 2, 1, 7, MODE == "floor")
+    some = codes[0]
+    for i in tl.static_range(1, 16):
+        some = some | codes[i]
+    return pairs, codes, exponent, ((some & 0x70007) == 0) & (exponent != 255)
 
 
 @triton.jit
 def _store_folded(
-    values: tl.tensor,
-    exponent: tl.tensor,
-    rounded: tl.tensor,
-    highest: tl.tensor,
-    start: tl.tensor,
+    values_ptr: tl.tensor,
+    pairs: tl.tuple,
+    codes: tl.tuple,
+    relative: tl.tensor,
+    first: tl.tensor,
+    blocks: tl.tensor,
     width: tl.tensor,
     PERMUTE: tl.constexpr,
-    TOP: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    BLOCKS: tl.constexpr,
 ) -> None:
-    factor = power_of_two(tl.minimum(tl.maximum(exponent - highest + TOP, -126), 127))
-    folded = (rounded * factor[:, None]).to(values.dtype.element_ty)
-    if PERMUTE:
-        folded = tl.permute(tl.reshape(folded, (BLOCK_K // 128, 4, 4, 2, 4)), (0, 2, 3, 1, 4))  # chunk t j h b
-    column = start + tl.arange(0, BLOCK_K)
-    tl.store(values + column, tl.reshape(folded, (BLOCK_K,)), mask=column < width)
+    """Store E2M1 codes times 2^relative as E5M2, by a table of each block's eight magnitudes."""
+    one = power_of_two(tl.minimum(tl.maximum(relative, -126), 13))
+    one = tl.where(first + tl.arange(0, BLOCKS) < blocks, one, 0.0)
+    low = fp8_word(one * 0.0, one * 0.5, one, one * 1.5, 5, 2)
+    high = fp8_word(one * 2.0, one * 3.0, one * 4.0, one * 6.0, 5, 2)
+    words: tl.tuple = ()
+    for i in tl.static_range(0, 16, 2):
+        words = words + (look_up(low, high, four_nibbles(codes[i], codes[i + 1]), pairs[i], pairs[i + 1]),)
+    folded = joined_words(words)
+    if PERMUTE:  # chunk t (jh) to chunk (jh) t, of words of four columns
+        folded = tl.permute(tl.reshape(folded, (BLOCKS // 4, 4, 8)), (0, 2, 1))
+    word = first * 8 + tl.arange(0, 8 * BLOCKS)
+    tl.store(values_ptr + word, tl.reshape(folded, (8 * BLOCKS,)), mask=word < width // 4)
 
 
 @cached_launch
@@ -182,33 +222,43 @@ def _fold_activation_kernel(
     x: tl.tensor,
     values: tl.tensor,
     row_scale: tl.tensor,
+    rotated_into: tl.tensor,
     K: tl.tensor,
     width: tl.tensor,
     x_stride: tl.tensor,
     MODE: tl.constexpr,
     PERMUTE: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    IN_REGISTERS: tl.constexpr,
+    ROTATED: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    ONE_PART: tl.constexpr,
     TOP: tl.constexpr,
     SPAN: tl.constexpr,
 ) -> None:
+    """One row. ONE_PART: it stays in registers; longer ones are read twice."""
     let_next_start()
     row = tl.program_id(0).to(tl.int64)
-    x += row * x_stride
-    values += row * width
-    exponent, rounded, highest, lowest = _quantize_part(x, 0, K, MODE, BLOCK_K)
-    if IN_REGISTERS:
-        _store_folded(values, exponent, rounded, highest, 0, width, PERMUTE, TOP, BLOCK_K)
-    else:
-        for start in range(BLOCK_K, width, BLOCK_K):
-            exponent, rounded, high, low = _quantize_part(x, start, K, MODE, BLOCK_K)
-            highest = tl.maximum(highest, high)
-            lowest = tl.minimum(lowest, low)
-        for start in range(0, width, BLOCK_K):
-            exponent, rounded, high, low = _quantize_part(x, start, K, MODE, BLOCK_K)
-            _store_folded(values, exponent, rounded, highest, start, width, PERMUTE, TOP, BLOCK_K)
+    blocks = K // 32
+    DTYPE: tl.constexpr = x.dtype.element_ty
+    words_ptr = (x + row * x_stride).to(tl.pointer_type(tl.int32), bitcast=True)
+    values_ptr = (values + row * width).to(tl.pointer_type(tl.int32), bitcast=True)
+    pairs, codes, exponent, empty = _quantize_part(words_ptr, 0, blocks, DTYPE, MODE, ROTATED, BLOCKS)
+    highest = tl.max(tl.where(empty, 0, exponent), 0)
+    lowest = tl.min(tl.where(empty, 255, exponent), 0)
+    if not ONE_PART:
+        for first in range(BLOCKS, width // 32, BLOCKS):
+            pairs, codes, exponent, empty = _quantize_part(words_ptr, first, blocks, DTYPE, MODE, ROTATED, BLOCKS)
+            highest = tl.maximum(highest, tl.max(tl.where(empty, 0, exponent), 0))
+            lowest = tl.minimum(lowest, tl.min(tl.where(empty, 255, exponent), 0))
     fits = (highest - lowest <= SPAN) & (highest != 255)
     tl.store(row_scale + row, tl.where(fits, row_factor(highest, TOP), float("nan")))
+    for first in range(0, width // 32, BLOCKS):
+        if not ONE_PART:
+            pairs, codes, exponent, empty = _quantize_part(words_ptr, first, blocks, DTYPE, MODE, ROTATED, BLOCKS)
+        _store_folded(values_ptr, pairs, codes, exponent - highest + TOP, first, blocks, width, PERMUTE, BLOCKS)
+        if ROTATED and not fits:
+            block = first + tl.arange(0, BLOCKS)
+            into = (rotated_into + row * K).to(tl.pointer_type(tl.int32), bitcast=True)
+            store_block(into, pairs, block, block < blocks)
 
 
 @cached_launch
