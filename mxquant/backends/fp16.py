@@ -14,10 +14,21 @@ import torch
 from torch import Tensor
 
 from mxquant.backends.base import Backend, Groups, Layout, Operand, Problem
-from mxquant.backends.tiles import Tiles, multiply_few, multiply_groups, reject_device, reject_shape
+from mxquant.backends.tiles import (
+    Tiles,
+    keeps_busy,
+    multiply_few,
+    multiply_groups,
+    multiply_specialized,
+    reject_device,
+    reject_shape,
+    walkable,
+)
 from mxquant.kernels.tiles import ROWS
 
-# Up to so many rows decoding in registers is faster than a workspace.
+# So many rows are fastest with decoding and multiplying at the same time, where there is work for the whole device.
+_SPECIALIZED = range(17, 2049)
+# Elsewhere, up to so many rows decoding in registers is faster than a workspace.
 _FEW = 512
 # Elements to expand at a time: 128 MiB.
 _WORKSPACE = 1 << 26
@@ -37,12 +48,13 @@ class FP16(Backend):
         return reject_shape(problem)
 
     def matmul(self, x: Tensor, weight: Operand, bias: Tensor | None, problem: Problem) -> Tensor:
-        x = x if x.stride(-1) == 1 else x.contiguous()
-        bias = None if bias is None else bias.contiguous()
+        blocked, rows = problem.contraction == "blocked", x.shape[0]
+        if blocked and rows in _SPECIALIZED and keeps_busy(rows, problem):
+            return multiply_specialized(x, weight, bias, problem)
+        if blocked and 0 < rows <= _FEW:
+            return multiply_few(x, weight, bias, problem)
         with torch.cuda.device_of(x):
-            if problem.contraction == "unblocked":
-                return _multiply_unblocked(x, weight, bias, problem)
-            return (multiply_few if 0 < x.shape[0] <= _FEW else _multiply_many)(x, weight, bias, problem)
+            return (_multiply_many if blocked else _multiply_unblocked)(*walkable(x, bias), weight, problem)
 
     def grouped_matmul(
         self, x: Tensor, weights: Operand, bias: Tensor | None, groups: Groups, problem: Problem
@@ -52,7 +64,7 @@ class FP16(Backend):
         return multiply_groups(x, weights, bias, groups, problem)
 
 
-def _multiply_many(x: Tensor, weight: Operand, bias: Tensor | None, problem: Problem) -> Tensor:
+def _multiply_many(x: Tensor, bias: Tensor | None, weight: Operand, problem: Problem) -> Tensor:
     # Imported here: it imports triton, which is not everywhere. `from` would take several times as long.
     import mxquant.kernels.tiled_expand as tiled
 
@@ -69,7 +81,7 @@ def _multiply_many(x: Tensor, weight: Operand, bias: Tensor | None, problem: Pro
     return y
 
 
-def _multiply_unblocked(x: Tensor, weight: Operand, bias: Tensor | None, problem: Problem) -> Tensor:
+def _multiply_unblocked(x: Tensor, bias: Tensor | None, weight: Operand, problem: Problem) -> Tensor:
     import mxquant.kernels.tiled_expand as tiled
 
     w = tiled.expand_bfloat16(weight.qdata, weight.scale, problem.in_features)

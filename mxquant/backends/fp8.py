@@ -14,9 +14,20 @@ import torch
 from torch import Tensor
 
 from mxquant.backends.base import Backend, Groups, Layout, Operand, Problem
-from mxquant.backends.tiles import Tiles, multiply_few, multiply_groups, reject_device, reject_shape
+from mxquant.backends.tiles import (
+    Tiles,
+    keeps_busy,
+    multiply_few,
+    multiply_groups,
+    multiply_specialized,
+    reject_device,
+    reject_shape,
+    walkable,
+)
 
-# Up to so many rows decoding in registers, once for every 128 of them, is faster than a workspace.
+# So many rows are fastest with decoding and multiplying at the same time, where there is work for the whole device.
+_SPECIALIZED = range(33, 1025)
+# Elsewhere, up to so many rows decoding in registers, once for every 128 of them, is faster than a workspace.
 _FEW = 512
 
 
@@ -34,13 +45,15 @@ class FP8(Backend):
         return reject_shape(problem)
 
     def matmul(self, x: Tensor, weight: Operand, bias: Tensor | None, problem: Problem) -> Tensor:
-        if x.shape[0] == 0:
+        rows = x.shape[0]
+        if rows in _SPECIALIZED and keeps_busy(rows, problem):
+            return multiply_specialized(x, weight, bias, problem)
+        if 0 < rows <= _FEW:
+            return multiply_few(x, weight, bias, problem)
+        if rows == 0:
             return x.new_empty(0, problem.out_features)
-        # The kernels walk along rows of x and along the bias; how far apart rows are is theirs to know.
-        x = x if x.stride(-1) == 1 else x.contiguous()
-        bias = None if bias is None else bias.contiguous()
         with torch.cuda.device_of(x):
-            return (multiply_few if x.shape[0] <= _FEW else _multiply_many)(x, weight, bias, problem)
+            return _multiply_many(*walkable(x, bias), weight, problem)
 
     def grouped_matmul(
         self, x: Tensor, weights: Operand, bias: Tensor | None, groups: Groups, problem: Problem
@@ -48,12 +61,13 @@ class FP8(Backend):
         return multiply_groups(x, weights, bias, groups, problem)
 
 
-def _multiply_many(x: Tensor, weight: Operand, bias: Tensor | None, problem: Problem) -> Tensor:
+def _multiply_many(x: Tensor, bias: Tensor | None, weight: Operand, problem: Problem) -> Tensor:
     # Imported here: they import triton, which is not everywhere. `from` would take several times as long.
     import mxquant.kernels.fold as fold
     import mxquant.kernels.tiled_expand as tiled
 
     mode = problem.activation_scale_mode
+    assert mode is not None
     values, factors = fold.fold_activation(x, mode, permute=False)
     w_values, w_factors = tiled.expand_e4m3(weight.qdata, weight.scale, problem.in_features)
     y = torch._scaled_mm(

@@ -74,14 +74,36 @@ def reject_shape(problem: Problem) -> str | None:
     return None
 
 
+def walkable(x: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Both as kernels take them, which walk along rows of x and along the bias; how far apart rows are is free."""
+    return x if x.stride(-1) == 1 else x.contiguous(), None if bias is None else bias.contiguous()
+
+
 def multiply_few(x: Tensor, weight: Operand, bias: Tensor | None, problem: Problem) -> Tensor:
     """`Backend.matmul` of a few rows."""
     # Imported here, as below: they import triton, which is not everywhere. `from` would take several times as long.
     import mxquant.kernels.tiled_matmul as tiled
 
-    mode = problem.activation_scale_mode
-    folded = _fold(x, mode)
-    return tiled.multiply_few(folded, x, weight.qdata, weight.scale, bias, problem.out_features, mode, problem.dtype)
+    n, mode = problem.out_features, problem.activation_scale_mode
+    x, bias = walkable(x, bias)
+    return tiled.multiply_few(x, weight.qdata, weight.scale, bias, n, mode, problem.dtype)
+
+
+def keeps_busy(rows: int, problem: Problem) -> bool:
+    """Whether `multiply_specialized` takes the shape, and has work for most of the device."""
+    import mxquant.kernels.tiled_specialized as tiled
+
+    return tiled.keeps_busy(rows, problem.out_features, problem.in_features, problem.device)
+
+
+def multiply_specialized(x: Tensor, weight: Operand, bias: Tensor | None, problem: Problem) -> Tensor:
+    """`Backend.matmul` by a kernel that decodes and multiplies at the same time."""
+    import mxquant.kernels.tiled_specialized as tiled
+
+    n, mode = problem.out_features, problem.activation_scale_mode
+    with torch.cuda.device_of(x):
+        x, bias = walkable(x, bias)
+        return tiled.multiply_many(x, weight.qdata, weight.scale, bias, n, mode, problem.dtype)
 
 
 def multiply_groups(x: Tensor, weights: Operand, bias: Tensor | None, groups: Groups, problem: Problem) -> Tensor:
@@ -91,15 +113,5 @@ def multiply_groups(x: Tensor, weights: Operand, bias: Tensor | None, groups: Gr
     n, mode = problem.out_features, problem.activation_scale_mode
     if groups.count(x) == 0:
         return x.new_empty(0, n)
-    x = x if x.stride(-1) == 1 else x.contiguous()
-    bias = None if bias is None else bias.contiguous()
-    with torch.cuda.device_of(x):
-        return tiled.multiply_groups(
-            _fold(x, mode), x, weights.qdata, weights.scale, bias, groups.offsets, groups.rows, n, mode, problem.dtype
-        )
-
-
-def _fold(x: Tensor, scale_mode: str | None) -> tuple[Tensor, Tensor]:
-    import mxquant.kernels.fold as fold
-
-    return fold.fold_bfloat16(x) if scale_mode is None else fold.fold_activation(x, scale_mode, permute=True)
+    x, bias = walkable(x, bias)
+    return tiled.multiply_groups(x, weights.qdata, weights.scale, bias, *groups, n, mode, problem.dtype)

@@ -26,6 +26,23 @@ def load_block(words_ptr: tl.tensor, block: tl.tensor, WORDS: tl.constexpr) -> t
 
 
 @triton.jit
+def load_pairs(x: tl.tensor, block: tl.tensor) -> tl.tuple:
+    """The 16 words of blocks of 32 halves, which may lie at any address: the compiler loads as much at a time as it
+    knows to be aligned.
+    """
+    words: tl.tuple = ()
+    for i in tl.static_range(0, 32, 8):
+        bits = tl.load(x + block[:, None] * 32 + (i + tl.arange(0, 8)[None, :])).to(tl.int16, bitcast=True)
+        low, high = tl.split(tl.reshape(bits, [bits.shape[0], 2, 2, 2]))
+        low_even, low_odd = tl.split(low)
+        high_even, high_odd = tl.split(high)
+        a, c = tl.split(pair(low_even.to(tl.int32), high_even.to(tl.int32)))
+        b, d = tl.split(pair(low_odd.to(tl.int32), high_odd.to(tl.int32)))
+        words = words + (a, b, c, d)
+    return words
+
+
+@triton.jit
 def fp32_values(words: tl.tuple, DTYPE: tl.constexpr) -> tl.tuple:
     """The elements in words, in fp32."""
     values: tl.tuple = ()

@@ -15,6 +15,8 @@ For `tiled_matmul` the columns are permuted within each 128, as its registers ho
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 import triton
@@ -28,7 +30,7 @@ from mxquant.kernels.block_in_thread import (
     four_nibbles,
     fp32_values,
     joined_words,
-    load_block,
+    load_pairs,
     nearest_pairs,
     odd_pairs,
     store_block,
@@ -37,49 +39,78 @@ from mxquant.kernels.butterfly import rotate_block
 from mxquant.kernels.encode_pairs import encode_pairs, largest_of_pairs
 from mxquant.kernels.launch import cached_launch, cdiv, next_power_of_2
 from mxquant.kernels.overlap import let_next_start
+from mxquant.kernels.plan import Buffer, Step
 from mxquant.kernels.rotate import rotate
 from mxquant.kernels.triton_numerics import e8m0_from_amax, e8m0_reciprocal, fp32_bits, round_to_element
 
 _MXFP4 = FORMATS["mxfp4"]
 # Of the row's largest block exponent in E5M2: 6 x 2^13 <= 57344.
 TOP, SPAN = 13, 28
-# Rows of up to so many elements, or blocks, stay in the registers of one program; longer ones are read twice.
+# Rows up to this long stay in the registers of one program; longer ones are read twice.
 _LONGEST_IN_REGISTERS = 16384
-_MOST_BLOCKS = _LONGEST_IN_REGISTERS // 32
 
 
 def _padded(columns: int) -> int:
     return cdiv(columns, 128) * 128
 
 
-def fold_activation(
-    x: Tensor, scale_mode: str | None, *, permute: bool, rotated_into: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+def folding(
+    m: int, k: int, x_stride: int, scale_mode: str | None, *, permute: bool = True, rotated: bool = False
+) -> tuple[dict[str, Buffer], Step]:
+    """The step from "x" to "values" and "row_scale", and these: of `fold_activation`, or, where `scale_mode` is None,
+    of `fold_bfloat16`. Where rows are `rotated`, "rotated" as well: what a matmul recomputes rows from, instead of "x",
+    and its rows lie `k` apart.
+    """
+    width = _padded(k) if permute else k
+    buffers = {"values": Buffer((m, width), torch.float16 if scale_mode is None else torch.float8_e5m2)}
+    buffers["row_scale"] = Buffer((m, 1), torch.float32)
+    if scale_mode is None:
+        block_k = min(next_power_of_2(width), _LONGEST_IN_REGISTERS)
+        warps = max(1, min(16, block_k // 512))
+        constants: dict[str, Any] = {"BLOCK_K": block_k, "num_warps": warps}
+        return buffers, Step(_fold_bfloat16_kernel, (m,), ("x", *buffers, k, width, x_stride), constants)
+    if rotated:
+        buffers["rotated"] = Buffer((m, k), torch.bfloat16)
+    blocks = min(next_power_of_2(width // 32), _LONGEST_IN_REGISTERS // 32)
+    constants = {"MODE": scale_mode, "PERMUTE": permute, "ROTATED": rotated, "BLOCKS": blocks, "TOP": TOP}
+    constants |= {"SPAN": SPAN, "ONE_PART": width <= 32 * blocks, "num_warps": max(1, blocks // 32)}
+    into = "rotated" if rotated else "x"
+    return buffers, Step(
+        _fold_activation_kernel, (m,), ("x", "values", "row_scale", into, k, width, x_stride), constants
+    )
+
+
+def _fold(x: Tensor, scale_mode: str | None, *, permute: bool, rotated: bool = False) -> list[Tensor]:
+    m, k = x.shape
+    buffers, step = folding(m, k, x.stride(0), scale_mode, permute=permute, rotated=rotated)
+    made = {name: buffer.empty(x.device) for name, buffer in buffers.items()}
+    step.launch({"x": x, **made})
+    return list(made.values())
+
+
+def fold_activation(x: Tensor, scale_mode: str, *, permute: bool) -> tuple[Tensor, Tensor]:
     """Quantize and fold rows.
 
     Args:
         x: bf16 or fp16 [M, K], K a multiple of 32, last axis contiguous.
         scale_mode: of MXFP4.
         permute: permute the columns for `tiled_matmul`, with zeros up to a multiple of 128.
-        rotated_into: bf16 [M, K], contiguous, for bf16 `x`: rotate each 32 columns first, in fp32, rounded to bf16.
-            Rows that do not fit are written to it, rotated, for whom recomputes them; the others are left.
 
     Returns:
         values, float8_e5m2 [M, K or wider]; row scales, fp32 [M, 1], NaN of rows that do not fit (span, Inf or NaN).
     """
-    m, k = x.shape
-    width = _padded(k) if permute else k
-    if x.stride(0) % 8 or x.data_ptr() % 16:  # words are loaded four at a time
-        x = x.clone(memory_format=torch.contiguous_format)
-    values = torch.empty(m, width, dtype=torch.float8_e5m2, device=x.device)
-    row_scale = torch.empty(m, 1, dtype=torch.float32, device=x.device)
-    blocks = min(next_power_of_2(width // 32), _MOST_BLOCKS)
-    _fold_activation_kernel[(m,)](
-        x, values, row_scale, rotated_into, k, width, x.stride(0), MODE=scale_mode, PERMUTE=permute,
-        ROTATED=rotated_into is not None, BLOCKS=blocks, ONE_PART=width <= 32 * blocks, TOP=TOP, SPAN=SPAN,
-        num_warps=max(1, blocks // 32),
-    )  # fmt: skip
+    values, row_scale = _fold(x, scale_mode, permute=permute)
     return values, row_scale
+
+
+def fold_rotated(x: Tensor, scale_mode: str, *, permute: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """As `fold_activation`, of bf16 rows rotated in blocks of 32 columns first: in fp32, rounded to bf16.
+
+    Returns:
+        values and row scales; and the rotated rows, bf16 [M, K], of which only those that do not fit are written.
+    """
+    values, row_scale, rotated = _fold(x, scale_mode, permute=permute, rotated=True)
+    return values, row_scale, rotated
 
 
 def fold_activation_torch(x: Tensor, scale_mode: str, *, permute: bool, rotated: bool = False) -> tuple[Tensor, Tensor]:
@@ -112,14 +143,7 @@ def fold_bfloat16(x: Tensor) -> tuple[Tensor, Tensor]:
         values, float16 [M, K], with zeros up to a multiple of 128; row scales, fp32 [M, 1], NaN of rows that do not
         fit.
     """
-    m, k = x.shape
-    width = _padded(k)
-    values = torch.empty(m, width, dtype=torch.float16, device=x.device)
-    row_scale = torch.empty(m, 1, dtype=torch.float32, device=x.device)
-    block_k = min(next_power_of_2(width), _LONGEST_IN_REGISTERS)
-    _fold_bfloat16_kernel[(m,)](
-        x, values, row_scale, k, width, x.stride(0), BLOCK_K=block_k, num_warps=max(1, min(16, block_k // 512)),
-    )  # fmt: skip
+    values, row_scale = _fold(x, None, permute=True)
     return values, row_scale
 
 
@@ -163,7 +187,7 @@ def quantize_mxfp4(value: tl.tensor, MODE: tl.constexpr) -> tuple[tl.tensor, ...
 
 @triton.jit
 def _quantize_part(
-    words_ptr: tl.tensor,
+    x: tl.tensor,
     first: tl.tensor,
     blocks: tl.tensor,
     DTYPE: tl.constexpr,
@@ -175,7 +199,7 @@ def _quantize_part(
     whether they are empty. In place of blocks that are not there, the last one.
     """
     block = tl.minimum(first + tl.arange(0, BLOCKS), blocks - 1)
-    pairs = load_block(words_ptr, block, 16)
+    pairs = load_pairs(x, block)
     if ROTATED:
         tl.static_assert(tl.bfloat16 == DTYPE)
         pairs = nearest_pairs(rotate_block(fp32_values(pairs, DTYPE)))
@@ -222,7 +246,7 @@ def _fold_activation_kernel(
     x: tl.tensor,
     values: tl.tensor,
     row_scale: tl.tensor,
-    rotated_into: tl.tensor,
+    rotated: tl.tensor,
     K: tl.tensor,
     width: tl.tensor,
     x_stride: tl.tensor,
@@ -239,25 +263,25 @@ def _fold_activation_kernel(
     row = tl.program_id(0).to(tl.int64)
     blocks = K // 32
     DTYPE: tl.constexpr = x.dtype.element_ty
-    words_ptr = (x + row * x_stride).to(tl.pointer_type(tl.int32), bitcast=True)
+    x += row * x_stride
     values_ptr = (values + row * width).to(tl.pointer_type(tl.int32), bitcast=True)
-    pairs, codes, exponent, empty = _quantize_part(words_ptr, 0, blocks, DTYPE, MODE, ROTATED, BLOCKS)
+    pairs, codes, exponent, empty = _quantize_part(x, 0, blocks, DTYPE, MODE, ROTATED, BLOCKS)
     highest = tl.max(tl.where(empty, 0, exponent), 0)
     lowest = tl.min(tl.where(empty, 255, exponent), 0)
     if not ONE_PART:
         for first in range(BLOCKS, width // 32, BLOCKS):
-            pairs, codes, exponent, empty = _quantize_part(words_ptr, first, blocks, DTYPE, MODE, ROTATED, BLOCKS)
+            pairs, codes, exponent, empty = _quantize_part(x, first, blocks, DTYPE, MODE, ROTATED, BLOCKS)
             highest = tl.maximum(highest, tl.max(tl.where(empty, 0, exponent), 0))
             lowest = tl.minimum(lowest, tl.min(tl.where(empty, 255, exponent), 0))
     fits = (highest - lowest <= SPAN) & (highest != 255)
     tl.store(row_scale + row, tl.where(fits, row_factor(highest, TOP), float("nan")))
     for first in range(0, width // 32, BLOCKS):
         if not ONE_PART:
-            pairs, codes, exponent, empty = _quantize_part(words_ptr, first, blocks, DTYPE, MODE, ROTATED, BLOCKS)
+            pairs, codes, exponent, empty = _quantize_part(x, first, blocks, DTYPE, MODE, ROTATED, BLOCKS)
         _store_folded(values_ptr, pairs, codes, exponent - highest + TOP, first, blocks, width, PERMUTE, BLOCKS)
         if ROTATED and not fits:
             block = first + tl.arange(0, BLOCKS)
-            into = (rotated_into + row * K).to(tl.pointer_type(tl.int32), bitcast=True)
+            into = (rotated + row * K).to(tl.pointer_type(tl.int32), bitcast=True)
             store_block(into, pairs, block, block < blocks)
 
 

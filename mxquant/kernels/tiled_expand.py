@@ -16,6 +16,7 @@ from torch import Tensor
 
 from mxquant.kernels.fold import any_unfit, power_of_two, row_factor
 from mxquant.kernels.launch import cached_launch, cdiv
+from mxquant.kernels.overlap import await_previous
 from mxquant.kernels.tiled import code_values, exact_tile, highest_exponent, scale_address, word_address
 from mxquant.kernels.triton_numerics import e8m0_to_float
 
@@ -97,7 +98,7 @@ def repair(
     (m, n), k = y_MN.shape, x_MK.shape[1]
     _repair_kernel[(n // 64, cdiv(m, _REPAIR_ROWS))](
         y_MN, x_MK, words, bytes_, y_MN if bias_N is None else bias_N, x_scale_M1, m, n, k,
-        x_MK.stride(0), ROWS=_REPAIR_ROWS, MODE=scale_mode, HAS_BIAS=bias_N is not None,
+        x_MK.stride(0), ROWS=_REPAIR_ROWS, MODE=scale_mode, HAS_BIAS=bias_N is not None, launch_pdl=True,
     )  # fmt: skip
 
 
@@ -120,6 +121,7 @@ def _repair_kernel(
 ) -> None:
     start = tl.program_id(1) * ROWS
     rows = start + tl.arange(0, ROWS)
+    await_previous()
     if any_unfit(tl.load(x_scale + rows, mask=rows < M, other=0.0)):
         n = tl.program_id(0).to(tl.int64) * 64 + tl.arange(0, 64)
         for first in range(start, start + ROWS, 32):

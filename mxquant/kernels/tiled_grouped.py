@@ -9,21 +9,23 @@ Shape suffixes: T input rows, S sorted places, E matrices, N weight rows, K colu
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from mxquant.kernels.fold import any_unfit, row_factor
+from mxquant.kernels.fold import any_unfit, folding, row_factor
 from mxquant.kernels.launch import cached_launch, cdiv, next_power_of_2
 from mxquant.kernels.overlap import await_previous, let_next_start
+from mxquant.kernels.plan import Buffer, Kind, Plan, Step, kind
 from mxquant.kernels.tiled import exact_tile, highest_exponent
 from mxquant.kernels.tiled_decode import TOP, columns_of, tile_product
-from mxquant.kernels.tiled_matmul import add_parts, arrange, shape_for
+from mxquant.kernels.tiled_matmul import adding, arrange, shape_for
 
 
 def multiply_groups(
-    folded: tuple[Tensor, Tensor],
     x_TK: Tensor,
     words: Tensor,
     bytes_: Tensor,
@@ -37,31 +39,56 @@ def multiply_groups(
     """The products [S, N] in `dtype`; zero beyond the last group.
 
     Args:
-        folded: of `fold_activation(x_TK, scale_mode, permute=True)`, or of `fold_bfloat16(x_TK)`.
+        x_TK: bf16 (or fp16 where it is quantized), last axis contiguous.
         words, bytes_: of `pack_tiles`, of a stack of E matrices.
         bias_EN: any float dtype, or None.
         offsets_E: int32, where each group ends.
-        rows_S: the row of `x_TK` at each place; None: places are rows.
+        rows_S: int64, the row of `x_TK` at each place, one or more; None: places are rows.
         scale_mode: of MXFP4 activations; None: they are not quantized.
     """
-    (t, k), experts, device = x_TK.shape, offsets_E.shape[0], x_TK.device
-    s = t if rows_S is None else rows_S.shape[0]
+    gathered = None if rows_S is None else rows_S.shape[0]
+    kinds = x_TK.dtype, kind(offsets_E), kind(rows_S), kind(bias_EN)
+    plan = _plan(*x_TK.shape, n, offsets_E.shape[0], x_TK.stride()[0], gathered, *kinds, scale_mode, dtype, x_TK.device)
+    given = (x_TK, words, bytes_, offsets_E, rows_S, bias_EN)
+    return plan(*(tensor for tensor in given if tensor is not None))
+
+
+@functools.lru_cache(maxsize=4096)
+def _plan(
+    t: int,
+    k: int,
+    n: int,
+    experts: int,
+    x_stride: int,
+    gathered: int | None,
+    x_dtype: torch.dtype,  # as the kinds, also what kernels are compiled for
+    offsets: Kind | None,
+    rows: Kind | None,
+    bias: Kind | None,
+    scale_mode: str | None,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Plan:
+    s = t if gathered is None else gathered
     shape = shape_for(cdiv(s, min(s, experts)), scale_mode is not None)
     # Every group has at most one tile of rows that is not full; the rows beyond the last one are a group as well.
     row_tiles = s // shape.rows_M + min(s, experts + 1)
     tiles, split = arrange(n, k, row_tiles, shape)
-    y = torch.empty(s, n, dtype=dtype, device=device)
-    partial = y if split == 1 else torch.empty(split, s, n, dtype=torch.float32, device=device)
-    _multiply_groups_kernel[(n // (64 * tiles), split, row_tiles)](
-        words, bytes_, *folded, x_TK, offsets_E, offsets_E if rows_S is None else rows_S,
-        y if bias_EN is None else bias_EN, partial, s, n, k, x_TK.stride(0), experts,
-        GROUPS=next_power_of_2(experts + 1), BM=shape.rows_M, TILES=tiles, REST=k // 32 % 8, BK=shape.columns_K,
-        PROMOTE=shape.promote, GATHER=rows_S is not None, HAS_BIAS=bias_EN is not None, MODE=scale_mode, num_warps=4,
-        num_stages=3, maxnreg=128 if shape.rows_M == 16 else None, launch_pdl=True,
+    between, fold = folding(t, k, x_stride, scale_mode)
+    sums, add = adding(split, s, n)
+    has_rows, has_bias = rows is not None, bias is not None
+    multiply = Step(
+        _multiply_groups_kernel,
+        (n // (64 * tiles), split, row_tiles),
+        ("words", "bytes", *between, "x", "offsets", "rows" if has_rows else "offsets", "bias" if has_bias else "y",
+         "partial" if add else "y", s, n, k, x_stride, experts),
+        {"GROUPS": next_power_of_2(experts + 1), "BM": shape.rows_M, "TILES": tiles, "REST": k // 32 % 8,
+         "BK": shape.columns_K, "PROMOTE": shape.promote, "GATHER": has_rows,
+         "HAS_BIAS": has_bias, "MODE": scale_mode, "num_warps": 4, "num_stages": 3,
+         "maxnreg": 128 if shape.rows_M == 16 else None, "launch_pdl": True},
     )  # fmt: skip
-    if split > 1:
-        add_parts(partial, y)
-    return y
+    given = "x", "words", "bytes", "offsets", *(("rows",) if has_rows else ()), *(("bias",) if has_bias else ())
+    return Plan(given, ("y", Buffer((s, n), dtype)), between | sums, [fold, multiply, *add], device)
 
 
 @triton.jit

@@ -18,9 +18,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mxquant.kernels.fold import any_unfit, row_factor
+from mxquant.kernels.fold import any_unfit, folding, row_factor
 from mxquant.kernels.launch import cached_launch, cdiv
 from mxquant.kernels.overlap import await_previous, let_next_start
+from mxquant.kernels.plan import Buffer, Kind, Plan, Step, kind
 from mxquant.kernels.tiled import exact_tile, highest_exponent
 from mxquant.kernels.tiled_decode import TOP, columns_of, tile_product
 
@@ -56,7 +57,6 @@ _FP16_SHAPES = (
 
 
 def multiply_few(
-    folded: tuple[Tensor, Tensor],
     x_MK: Tensor,
     words: Tensor,
     bytes_: Tensor,
@@ -68,26 +68,44 @@ def multiply_few(
     """The product [M, N] in `dtype` of some rows with a tiled weight of N rows.
 
     Args:
-        folded: of `fold_activation(x_MK, scale_mode, permute=True)`, or of `fold_bfloat16(x_MK)`.
+        x_MK: bf16 (or fp16 where it is quantized), last axis contiguous; M from 1 on.
         words, bytes_: of `pack_tiles`.
         bias_N: any float dtype, or None.
         scale_mode: of MXFP4 activations; None: they are not quantized.
     """
-    (m, k), device = x_MK.shape, x_MK.device
+    (m, k), (x_stride, _) = x_MK.shape, x_MK.stride()
+    plan = _plan(m, k, n, x_stride, x_MK.dtype, kind(bias_N), scale_mode, dtype, x_MK.device)
+    return plan(x_MK, words, bytes_) if bias_N is None else plan(x_MK, words, bytes_, bias_N)
+
+
+@functools.lru_cache(maxsize=4096)
+def _plan(
+    m: int,
+    k: int,
+    n: int,
+    x_stride: int,
+    x_dtype: torch.dtype,  # as `bias`, also what kernels are compiled for
+    bias: Kind | None,
+    scale_mode: str | None,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Plan:
     shape = shape_for(m, scale_mode is not None)
     row_tiles = cdiv(m, shape.rows_M)
     tiles, split = arrange(n, k, row_tiles, shape)
-    y = torch.empty(m, n, dtype=dtype, device=device)
-    partial = y if split == 1 else torch.empty(split, m, n, dtype=torch.float32, device=device)
-    _multiply_few_kernel[(n // (64 * tiles), split, row_tiles)](
-        words, bytes_, *folded, x_MK, y if bias_N is None else bias_N, partial, m, n, k, x_MK.stride(0),
-        BM=shape.rows_M, TILES=tiles, REST=k // 32 % 8, BK=shape.columns_K, PROMOTE=shape.promote,
-        HAS_BIAS=bias_N is not None, MODE=scale_mode, num_warps=4, num_stages=3, maxnreg=shape.registers,
-        launch_pdl=True,
+    between, fold = folding(m, k, x_stride, scale_mode)
+    sums, add = adding(split, m, n)
+    multiply = Step(
+        _multiply_few_kernel,
+        (n // (64 * tiles), split, row_tiles),
+        ("words", "bytes", *between, "x", "y" if bias is None else "bias", "partial" if add else "y", m, n, k,
+         x_stride),
+        {"BM": shape.rows_M, "TILES": tiles, "REST": k // 32 % 8, "BK": shape.columns_K, "PROMOTE": shape.promote,
+         "HAS_BIAS": bias is not None, "MODE": scale_mode, "num_warps": 4, "num_stages": 3,
+         "maxnreg": shape.registers, "launch_pdl": True},
     )  # fmt: skip
-    if split > 1:
-        add_parts(partial, y)
-    return y
+    given = "x", "words", "bytes", *(() if bias is None else ("bias",))
+    return Plan(given, ("y", Buffer((m, n), dtype)), between | sums, [fold, multiply, *add], device)
 
 
 def shape_for(rows: int, fp8: bool) -> Shape:
@@ -109,10 +127,15 @@ def arrange(n: int, k: int, row_tiles: int, shape: Shape) -> tuple[int, int]:
     return tiles, parts
 
 
-def add_parts(partial: Tensor, y: Tensor) -> None:
-    """The sum of `partial` [parts, M, N], fp32, into `y` [M, N]."""
-    parts, m, n = partial.shape
-    _add_parts_kernel[(cdiv(m * n, 1024),)](partial, y, m * n, SPLIT=parts, BLOCK=1024, launch_pdl=True)
+def adding(parts: int, m: int, n: int) -> tuple[dict[str, Buffer], list[Step]]:
+    """The sums [parts, M, N], fp32, that a kernel makes instead of "y", and the step that adds them into it; none for
+    one part.
+    """
+    if parts == 1:
+        return {}, []
+    constants = {"SPLIT": parts, "BLOCK": 1024, "launch_pdl": True}
+    step = Step(_add_parts_kernel, (cdiv(m * n, 1024),), ("partial", "y", m * n), constants)
+    return {"partial": Buffer((parts, m, n), torch.float32)}, [step]
 
 
 @cached_launch

@@ -27,9 +27,9 @@ def _look_up(first: str, last: str, word: str, low: str, high: str) -> str:
 
 
 # A word comes as four bytes or as two halves, and its tables once for each of them.
-_BYTES_PTX = tl.constexpr("{" + _look_up("$0", "$1", "$2", "$3", "$7") + "}")
+BYTES_PTX = tl.constexpr("{" + _look_up("$0", "$1", "$2", "$3", "$7") + "}")
 # Bytes 0 and 2, and 1 and 3, each widened to two FP16. Multiplications, as the logic unit is what the kernel waits for.
-_HALVES_PTX = tl.constexpr(
+HALVES_PTX = tl.constexpr(
     "{ .reg .b32 first, last, even0, even1;"
     + _look_up("first", "last", "$4", "$5", "$7")
     + """
@@ -54,7 +54,7 @@ def decode_bytes(word: tl.tensor, low: tl.tensor, high: tl.tensor) -> tuple[tl.t
         return _byte_of_code(_word_of(word, 4), low, high, 0), _byte_of_code(_word_of(word, 4), low, high, 4)
     else:
         return tl.inline_asm_elementwise(
-            _BYTES_PTX, "=&r,=&r,r,r,r,r,r,r,r,r,r", [word, low, high], dtype=(tl.uint8, tl.uint8), is_pure=True, pack=4
+            BYTES_PTX, "=&r,=&r,r,r,r,r,r,r,r,r,r", [word, low, high], dtype=(tl.uint8, tl.uint8), is_pure=True, pack=4
         )
 
 
@@ -71,7 +71,7 @@ def decode_halves(word: tl.tensor, low: tl.tensor, high: tl.tensor) -> tuple[tl.
         return even0, odd0, _half_of_code(whole, low, high, 4), _half_of_code(whole, low, high, 5)
     else:
         return tl.inline_asm_elementwise(
-            _HALVES_PTX, "=&r,=&r,=&r,=&r,r,r,r,r,r", [word, low, high],
+            HALVES_PTX, "=&r,=&r,=&r,=&r,r,r,r,r,r", [word, low, high],
             dtype=(tl.float16, tl.float16, tl.float16, tl.float16), is_pure=True, pack=2,
         )  # fmt: skip
 

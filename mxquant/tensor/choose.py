@@ -9,7 +9,7 @@ import torch
 
 from mxquant.backends.base import ANY_LAYOUT, CANONICAL, Backend, Problem
 from mxquant.backends.registry import get_backend, preferences
-from mxquant.tensor.mxtensor import EmulatedMXTensor, MXTensor, block_format, physical_shape
+from mxquant.tensor.mxtensor import EmulatedMXTensor, MXTensor, block_format
 
 
 def describe(
@@ -29,26 +29,26 @@ def describe(
         grouped: of a stack, whether groups of rows are multiplied each with its own matrix, as in experts, or one
             matrix at a time; None: whatever a stack is there for.
     """
-    # While a graph is traced the sizes may be symbolic: a choice of backend specializes on them.
-    n, k = map(int, physical_shape(weight)[-2:])
-    metadata = weight.metadata
+    metadata, shape, here = weight.metadata, weight.shape, weight.qdata.device
     blocked = contraction == "blocked"
-    here = weight.qdata.device
-    device = here if device is None else device
+    # While a graph is traced the sizes may be symbolic: a choice of backend specializes on them.
+    n, k = int(shape[-2 if metadata.axis == -1 else -1]), int(shape[metadata.axis])
+    asked = here if device is None else device
+    # By position, in the order of the fields: names take as long as all the rest.
     return _one_problem(
-        weight=metadata.format,
-        activation=metadata.activation if blocked else None,
-        activation_scale_mode=metadata.activation_scale_mode if blocked else None,
-        static_activation_scale=blocked and weight.activation_scale is not None,
-        out_features=n,
-        in_features=k,
-        block_offset=int(metadata.block_offset),
-        dtype=metadata.dtype if dtype is None else dtype,
-        device=device,
-        capability=_capability(device),
-        contraction=contraction,
-        layout=metadata.layout if device == here else ANY_LAYOUT,
-        experts=int(weight.shape[0]) if weight.dim() == 3 and grouped is not False else 0,
+        metadata.format,
+        metadata.activation if blocked else None,
+        metadata.activation_scale_mode if blocked else None,
+        blocked and weight.activation_scale is not None,
+        n,
+        k,
+        int(metadata.block_offset),
+        metadata.dtype if dtype is None else dtype,
+        asked,
+        _capability(asked),
+        contraction,
+        metadata.layout if asked == here else ANY_LAYOUT,
+        int(shape[0]) if len(shape) == 3 and grouped is not False else 0,
     )
 
 

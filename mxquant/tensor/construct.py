@@ -23,15 +23,16 @@ from mxquant.tensor.metadata import Metadata, check_dtype, check_rotation
 from mxquant.tensor.mxtensor import MXTensor, block_format, logical_shape, physical_shape
 
 _NONFINITE = ("nan", "raise")
+_PLAIN = (Tensor, torch.nn.Parameter)
 _BITS_OF = {torch.uint8, torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu}
 
 
 def is_traced(*tensors: Tensor | None) -> bool:
     """Whether a graph is being traced: one of the plain tensors is a stand-in (fake, functional, a proxy, meta)."""
-    plain = (Tensor, torch.nn.Parameter)
-    return torch.compiler.is_compiling() or any(
-        tensor is not None and (type(tensor) not in plain or tensor.is_meta) for tensor in tensors
-    )
+    for tensor in tensors:
+        if tensor is not None and (type(tensor) not in _PLAIN or tensor.is_meta):
+            return True
+    return torch.compiler.is_compiling()
 
 
 def quantize(

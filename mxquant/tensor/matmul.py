@@ -21,7 +21,7 @@ from mxquant.backends.registry import get_backend, select
 from mxquant.kernels.rotate import rotate
 from mxquant.tensor.choose import describe, in_layout_of, requested_backend
 from mxquant.tensor.construct import dequantize, is_traced
-from mxquant.tensor.metadata import metadata_from_json
+from mxquant.tensor.metadata import DTYPES, metadata_from_json
 from mxquant.tensor.mxtensor import (
     MXTensor,
     block_format,
@@ -43,16 +43,17 @@ def product(x: Tensor, weight: MXTensor, contracted: int, bias: Tensor | None = 
         x: [..., width] for a 2-D weight; [B, M, width] for a stack of B.
         bias: as wide as the result, or None.
     """
-    if weight.dim() == 1:
+    rank = weight.dim()
+    if rank == 1:
         return product(x, view(weight, (1, weight.shape[0])), -1, bias).squeeze(-1)
     check_operands(x, weight, contracted, bias)
-    if weight.dim() == 3 and (x.dim() != 3 or x.shape[0] != weight.shape[0]):
+    if rank == 3 and (x.dim() != 3 or x.shape[0] != weight.shape[0]):
         width = weight.shape[contracted]
         raise ValueError(
             f"input of shape {tuple(x.shape)} does not fit the stack {weight!r}: its shape is [{weight.shape[0]}, M, "
             f"{width}]"
         )
-    contraction = "blocked" if weight.axis == contracted else "unblocked"
+    contraction = "blocked" if weight.metadata.axis == contracted else "unblocked"
     problem = describe(weight, x.dtype, contraction=contraction, grouped=False)
     backend, weight = choose_backend(weight, problem)
     if not is_traced(x, weight.qdata):
@@ -89,26 +90,27 @@ def check_operands(x: Tensor, weight: MXTensor, contracted: int, bias: Tensor | 
         raise NotImplementedError(
             f"both sides of a matmul are quantized: {x!r} and {weight!r}; call .dequantize() on one of them"
         )
-    for name, tensor in (("input", x), ("bias", bias)):
-        if tensor is not None and tensor.device != weight.device:
-            raise ValueError(f"{name} is on {tensor.device}, {weight!r} on {weight.device}; move them to one device")
-    if not x.is_floating_point() or x.itemsize == 1:
+    device, shape, metadata = weight.device, weight.shape, weight.metadata
+    if x.device != device or (bias is not None and bias.device != device):
+        name, tensor = ("input", x) if bias is None or x.device != device else ("bias", bias)
+        raise ValueError(f"{name} is on {tensor.device}, {weight!r} on {device}; move them to one device")
+    if x.dtype not in DTYPES:
         raise TypeError(
             f"a quantized weight multiplies bfloat16, float16, float32 or float64; got {x.dtype}. Convert the input "
             "first"
         )
-    if weight.axis not in (-1, -2):
+    if metadata.axis not in (-1, -2):
         raise NotImplementedError(
-            f"{weight!r} is blocked along axis {weight.axis}, not one of the last two; call .dequantize() first"
+            f"{weight!r} is blocked along axis {metadata.axis}, not one of the last two; call .dequantize() first"
         )
-    width = weight.shape[contracted]
+    width = shape[contracted]
     if x.dim() == 0 or x.shape[-1] != width:
         raise ValueError(f"input of shape {tuple(x.shape)} does not fit {weight!r}: its last axis must be {width}")
-    made = (*weight.shape[:-2], weight.shape[-1 if contracted == -2 else -2])
-    if bias is not None and tuple(bias.shape) != made:
-        raise ValueError(f"bias of shape {tuple(bias.shape)} does not fit {weight!r}: its shape must be {made}")
-    metadata = weight.metadata
-    if metadata.block_offset and metadata.activation is not None and weight.axis == contracted:
+    if bias is not None:
+        made = (*shape[:-2], shape[-1 if contracted == -2 else -2])
+        if tuple(bias.shape) != made:
+            raise ValueError(f"bias of shape {tuple(bias.shape)} does not fit {weight!r}: its shape must be {made}")
+    if metadata.block_offset and metadata.activation is not None and metadata.axis == contracted:
         raise ValueError(
             f"{weight!r} starts {metadata.block_offset} elements inside a block, where quantized activations would "
             "have "
@@ -119,11 +121,10 @@ def check_operands(x: Tensor, weight: MXTensor, contracted: int, bias: Tensor | 
 
 def _run(x: Tensor, weight: MXTensor, bias: Tensor | None, problem: Problem, backend: Backend) -> Tensor:
     """The product on real tensors; `weight` is in the layout of the backend."""
-    if weight.metadata.rotation is not None:
-        return rotated_product(
-            lambda x, bias: _multiply(x, weight, bias, problem, backend), x, bias, weight.metadata.rotation, problem
-        )
-    return _multiply(x, weight, bias, problem, backend)
+    rotation = weight.metadata.rotation
+    if rotation is None:
+        return _multiply(x, weight, bias, problem, backend)
+    return rotated_product(lambda x, bias: _multiply(x, weight, bias, problem, backend), x, bias, rotation, problem)
 
 
 def rotated_product(
@@ -147,10 +148,11 @@ def rotated_product(
 def _multiply(x: Tensor, weight: MXTensor, bias: Tensor | None, problem: Problem, backend: Backend) -> Tensor:
     width = problem.out_features if problem.contraction == "blocked" else problem.in_features
     if weight.dim() == 2:
-        lead = x.shape[:-1]
-        rows = x if len(lead) == 1 else x.reshape(math.prod(lead), x.shape[-1])
-        y = backend.matmul(rows, one_scale(weight.operand), bias, problem)
-        return y if rows is x else y.view(*lead, width)
+        if x.dim() == 2:
+            return backend.matmul(x, one_scale(weight.operand), bias, problem)
+        *lead, contracted = x.shape
+        rows = x.reshape(math.prod(lead), contracted)
+        return backend.matmul(rows, one_scale(weight.operand), bias, problem).view(*lead, width)
     y = x.new_empty(*x.shape[:-1], width)
     for index in range(weight.shape[0]):
         y[index] = backend.matmul(x[index], one_scale(weight.operand.matrix(index)), None, problem)

@@ -16,6 +16,7 @@ VERSION = 1
 _DTYPES = {
     str(dtype).removeprefix("torch."): dtype for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 }
+DTYPES = frozenset(_DTYPES.values())
 
 
 def check_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -24,7 +25,7 @@ def check_dtype(dtype: torch.dtype) -> torch.dtype:
     Raises:
         TypeError: it is not bf16, fp16, fp32 or fp64.
     """
-    if dtype not in _DTYPES.values():
+    if dtype not in DTYPES:
         raise TypeError(
             f"a quantized tensor stands for bfloat16, float16, float32 or float64 values; got {dtype}. "
             "Call .dequantize() first"

@@ -325,8 +325,8 @@ class MXTensor(torch.Tensor):
         kwargs = kwargs or {}
         # Around the short cut too: it reads many properties, and each would come back here.
         with torch._C.DisableTorchFunctionSubclass():
-            if func in _FUNCTIONS and not torch.compiler.is_compiling():
-                result = _FUNCTIONS[func](*args, **kwargs)
+            if (short_cut := _FUNCTIONS.get(func)) is not None and not torch.compiler.is_compiling():
+                result = short_cut(*args, **kwargs)
                 if result is not NotImplemented:
                     return result
             return func(*args, **kwargs)

@@ -1,6 +1,7 @@
 """Where the Triton kernels run here: compiled on a GPU if there is one, else in Triton's interpreter on the CPU."""
 
 import os
+from typing import Any
 
 import pytest
 import torch
@@ -19,3 +20,15 @@ if not torch.cuda.is_available():
 @pytest.fixture(scope="session")
 def device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """In place of Triton's own, a `noting_driver.Driver`."""
+    import triton
+
+    from kernels.noting_driver import Driver
+
+    fake = Driver()
+    monkeypatch.setattr(triton.runtime.driver, "_active", fake)
+    return fake

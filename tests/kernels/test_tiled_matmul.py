@@ -10,7 +10,6 @@ from torch import Tensor
 
 from kernels.folded_rows import MXFP4
 from mxquant.formats import dequantize_blocks, quantize_blocks
-from mxquant.kernels.fold import fold_activation, fold_bfloat16
 from mxquant.kernels.tiled_grouped import multiply_groups
 from mxquant.kernels.tiled_matmul import multiply_few
 from mxquant.kernels.tiles import pack_tiles
@@ -38,10 +37,6 @@ def activations(rows: int, columns: int, mode: str | None) -> tuple[Tensor, Tens
     )
 
 
-def folded(x: Tensor, mode: str | None) -> tuple[Tensor, Tensor]:
-    return fold_bfloat16(x) if mode is None else fold_activation(x, mode, permute=True)
-
-
 @pytest.mark.parametrize("mode", ["even", None])
 @pytest.mark.parametrize("columns", [288, 480, 512])
 @pytest.mark.parametrize("rows", [1, 17])
@@ -51,13 +46,30 @@ def test_a_few_rows(rows: int, columns: int, mode: str | None, device: torch.dev
     (x, x64), bias = activations(rows, columns, mode), torch.randn(128)
     on_device = [t.to(device) for t in tiles]
     x = x.to(device)
-    y = multiply_few(folded(x, mode), x, *on_device, bias.to(device), 128, mode, torch.float32)
+    y = multiply_few(x, *on_device, bias.to(device), 128, mode, torch.float32)
     # FP8 tensor cores keep 14 bits of a partial sum: the bound of half-precision outputs is theirs.
     y = y.bfloat16() if device.type == "cuda" and mode else y
     assert_product(y.cpu(), x64, w64, bias)
-    without = multiply_few(folded(x, mode), x, *on_device, None, 128, mode, torch.float32)
+    without = multiply_few(x, *on_device, None, 128, mode, torch.float32)
     with pytest.raises(AssertionError):
         assert_product(without.cpu(), x64, w64, 100 * bias)
+
+
+@pytest.mark.parametrize("mode", ["even", None])
+def test_calls_that_differ_in_all_but_their_sizes(mode: str | None, device: torch.device) -> None:
+    """Each by a plan of its own: other strides, biases and dtypes, and the first again."""
+    tiles, w64 = weight(64, 256)
+    words, bytes_ = (t.to(device) for t in tiles)
+    (x, x64), bias = activations(2, 256, mode), 10 * torch.randn(64)
+    apart = torch.full((2, 300), torch.nan).bfloat16()
+    apart[:, :256] = x
+    for given in (x, apart[:, :256], x):
+        for added in (None, bias, bias.bfloat16(), bias):
+            on_device = None if added is None else added.to(device)
+            for dtype in (torch.float32, torch.bfloat16):
+                y = multiply_few(given.to(device), words, bytes_, on_device, 64, mode, dtype)
+                assert y.dtype == dtype
+                assert_product(y.cpu().bfloat16(), x64, w64, added)
 
 
 @pytest.mark.parametrize("mode", ["even", None])
@@ -70,7 +82,7 @@ def test_groups_of_rows(columns: int, mode: str | None, device: torch.device) ->
     routing = route(ids, 3)
     x, (offsets, rows) = x.to(device), (routing.offsets_E.to(device), routing.token_S.to(device))
     y = multiply_groups(
-        folded(x, mode), x, *(t.to(device) for t in tiles), bias.to(device), offsets, rows, 64, mode, torch.float32
+        x, *(t.to(device) for t in tiles), bias.to(device), offsets, rows, 64, mode, torch.float32
     ).cpu()
     y = y.bfloat16() if device.type == "cuda" and mode else y
     ends = [0, *routing.offsets_E.tolist()]
