@@ -161,14 +161,11 @@ def store_block(qdata_ptr: tl.tensor, words: tl.tuple, block: tl.tensor, inside:
 
 @triton.jit
 def joined_words(words: tl.tuple) -> tl.tensor:
-    """Words [BLOCKS], 2 to 16 of them, as one tensor [BLOCKS, words]."""
+    """Words [BLOCKS], 2 to 32 of them, as one tensor [BLOCKS, words]."""
     joined = _join_halves(words)
-    if len(joined) > 1:
-        joined = _join_halves(joined)
-    if len(joined) > 1:
-        joined = _join_halves(joined)
-    if len(joined) > 1:
-        joined = _join_halves(joined)
+    for _ in tl.static_range(4):
+        if len(joined) > 1:
+            joined = _join_halves(joined)
     tl.static_assert(len(joined) == 1)
     return tl.reshape(joined[0], [words[0].shape[0], len(words)])
 

@@ -21,7 +21,7 @@ from mxquant.formats.scale import nvfp4_per_tensor_scale
 from mxquant.formats.spec import Format, resolve_scale_mode
 from mxquant.kernels.cast_blocks import quantize_whole_blocks, takes
 from mxquant.kernels.launch import cached_launch, cdiv, next_power_of_2
-from mxquant.kernels.rotate import rotate
+from mxquant.kernels.rotate import rotated
 from mxquant.kernels.triton_numerics import (
     divide_blocks,
     e4m3_from_amax,
@@ -73,7 +73,7 @@ def quantize_blocks(
     if rotation is not None:
         one_scale = not fmt.per_tensor or (per_tensor_scale is not None and per_tensor_scale.numel() == 1)
         if not one_scale or x.dtype == torch.float64:
-            x, rotation = rotate(x, rotation), None
+            x, rotation = rotated(x, rotation, torch.promote_types(x.dtype, torch.float32)), None
         elif not takes(x, fmt):
             x = x.clone(memory_format=torch.contiguous_format)
     if x.dtype == torch.float64:

@@ -18,7 +18,7 @@ from mxquant.formats.block import dequantize_blocks, quantize_blocks
 from mxquant.formats.scale import NAN_BYTE, nvfp4_per_tensor_scale
 from mxquant.formats.spec import Format, get_format, resolve_scale_mode
 from mxquant.kernels import has_triton
-from mxquant.kernels.rotate import rotate
+from mxquant.kernels.rotate import rotate, rotated
 from mxquant.tensor.metadata import Metadata, check_dtype, check_rotation
 from mxquant.tensor.mxtensor import MXTensor, block_format, logical_shape, physical_shape
 
@@ -149,7 +149,7 @@ def _quantize(
     if rotation is not None:
         # The kernel rotates in registers, but a per-tensor scale has to be known before.
         if quantizer is quantize_blocks or (fmt.per_tensor and per_tensor_scale is None):
-            x = rotate(x, rotation)
+            x = rotated(x, rotation, torch.promote_types(x.dtype, torch.float32))
         else:
             quantizer = functools.partial(quantizer, rotation=rotation)
     if fmt.per_tensor and per_tensor_scale is None:
@@ -227,7 +227,9 @@ def dequantize(tensor: MXTensor, dtype: torch.dtype) -> Tensor:
     run = torch.ops.mxquant.dequantize if is_traced(tensor.qdata) else _dequantize
     physical: Tensor = run(*arguments)
     if rotation is not None:
-        physical = rotate(physical, rotation).to(dtype)
+        # Outside the operator: while a graph is traced, by what can be traced.
+        traced = is_traced(physical)
+        physical = rotate(physical, rotation).to(dtype) if traced else rotated(physical, rotation, dtype)
     return physical.movedim(-1, tensor.axis).contiguous()
 
 

@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mxquant.kernels import rotate_blocks
 from mxquant.kernels.block_in_thread import fp32_values, load_block
 from mxquant.kernels.butterfly import rotate_block
 from mxquant.kernels.rotate import rotate
@@ -52,3 +53,19 @@ def test_another_order_of_stages_gives_other_bits(size: int, device: torch.devic
     ours = in_registers(x.to(device))
     assert not same_bits(ours, another)
     assert not same_bits(ours, x)
+
+
+@pytest.mark.parametrize("to", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("size", [16, 32])
+def test_in_one_launch(size: int, dtype: torch.dtype, to: torch.dtype, device: torch.device) -> None:
+    x = torch.randn(3, 431, 2 * size).to(dtype)
+    x[0, 1], x[0, 2, 3], x[0, 3, 5] = 0.0, torch.nan, torch.inf
+    x[0, 4] = torch.finfo(torch.bfloat16).max
+    expected = rotate(x, size).to(to)
+    for given in (x, x.transpose(1, 2).contiguous().transpose(1, 2)):
+        ours = rotate_blocks.rotate(given.to(device), size, to)
+        assert same_bits(ours.float(), expected.float())
+        assert ours.dtype == to
+    assert rotate_blocks.rotate(x[:0].to(device), size, to).shape == (0, 431, 2 * size)
+    assert not same_bits(ours.float(), x.to(to).float())
