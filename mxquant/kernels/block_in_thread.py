@@ -26,13 +26,13 @@ def load_block(words_ptr: tl.tensor, block: tl.tensor, WORDS: tl.constexpr) -> t
 
 
 @triton.jit
-def load_pairs(x: tl.tensor, block: tl.tensor) -> tl.tuple:
-    """The 16 words of blocks of 32 halves, which may lie at any address: the compiler loads as much at a time as it
-    knows to be aligned.
+def load_pairs(x: tl.tensor) -> tl.tuple:
+    """The 16 words of blocks of 32 halves that begin at `x` [BLOCKS], at any address: the compiler loads as much at a
+    time as it knows to be aligned.
     """
     words: tl.tuple = ()
     for i in tl.static_range(0, 32, 8):
-        bits = tl.load(x + block[:, None] * 32 + (i + tl.arange(0, 8)[None, :])).to(tl.int16, bitcast=True)
+        bits = tl.load(x[:, None] + (i + tl.arange(0, 8)[None, :])).to(tl.int16, bitcast=True)
         low, high = tl.split(tl.reshape(bits, [bits.shape[0], 2, 2, 2]))
         low_even, low_odd = tl.split(low)
         high_even, high_odd = tl.split(high)
@@ -156,7 +156,7 @@ def store_block(qdata_ptr: tl.tensor, words: tl.tuple, block: tl.tensor, inside:
     WIDTH: tl.constexpr = len(words)
     column = tl.arange(0, WIDTH)[None, :]
     mask = inside[:, None] & (column < WORDS)
-    tl.store(qdata_ptr + block[:, None] * WORDS + column, joined_words(words), mask=mask)
+    tl.store((qdata_ptr + block * WORDS)[:, None] + column, joined_words(words), mask=mask)
 
 
 @triton.jit

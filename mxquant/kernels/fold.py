@@ -41,13 +41,15 @@ from mxquant.kernels.launch import cached_launch, cdiv, next_power_of_2
 from mxquant.kernels.overlap import let_next_start
 from mxquant.kernels.plan import Buffer, Step
 from mxquant.kernels.rotate import rotate
-from mxquant.kernels.triton_numerics import e8m0_from_amax, e8m0_reciprocal, fp32_bits, round_to_element
+from mxquant.kernels.triton_numerics import INTERPRETED, e8m0_from_amax, e8m0_reciprocal, fp32_bits, round_to_element
 
 _MXFP4 = FORMATS["mxfp4"]
 # Of the row's largest block exponent in E5M2: 6 x 2^13 <= 57344.
 TOP, SPAN = 13, 28
 # Rows up to this long stay in the registers of one program; longer ones are read twice.
 _LONGEST_IN_REGISTERS = 16384
+# Rows of a program in the interpreter, which spends its time on operations, not on elements.
+_INTERPRETED_ROWS = 32
 
 
 def _padded(columns: int) -> int:
@@ -55,11 +57,18 @@ def _padded(columns: int) -> int:
 
 
 def folding(
-    m: int, k: int, x_stride: int, scale_mode: str | None, *, permute: bool = True, rotated: bool = False
+    m: int,
+    k: int,
+    x_stride: int,
+    scale_mode: str | None,
+    *,
+    permute: bool = True,
+    rotated: bool = False,
+    unfit_only: bool = False,
 ) -> tuple[dict[str, Buffer], Step]:
     """The step from "x" to "values" and "row_scale", and these: of `fold_activation`, or, where `scale_mode` is None,
     of `fold_bfloat16`. Where rows are `rotated`, "rotated" as well: what a matmul recomputes rows from, instead of "x",
-    and its rows lie `k` apart.
+    and its rows lie `k` apart; `unfit_only`: no other row is written to it.
     """
     width = _padded(k) if permute else k
     buffers = {"values": Buffer((m, width), torch.float16 if scale_mode is None else torch.float8_e5m2)}
@@ -72,17 +81,19 @@ def folding(
     if rotated:
         buffers["rotated"] = Buffer((m, k), torch.bfloat16)
     blocks = min(next_power_of_2(width // 32), _LONGEST_IN_REGISTERS // 32)
-    constants = {"MODE": scale_mode, "PERMUTE": permute, "ROTATED": rotated, "BLOCKS": blocks, "TOP": TOP}
-    constants |= {"SPAN": SPAN, "ONE_PART": width <= 32 * blocks, "num_warps": max(1, blocks // 32)}
-    into = "rotated" if rotated else "x"
-    return buffers, Step(
-        _fold_activation_kernel, (m,), ("x", "values", "row_scale", into, k, width, x_stride), constants
-    )
+    rows = _INTERPRETED_ROWS if INTERPRETED.value else max(1, 32 // blocks)
+    constants = {
+        "MODE": scale_mode, "PERMUTE": permute, "ROTATED": rotated, "UNFIT_ONLY": unfit_only, "ROWS": rows,
+        "BLOCKS": blocks, "ONE_PART": width <= 32 * blocks, "TOP": TOP, "SPAN": SPAN,
+        "num_warps": max(1, rows * blocks // 32),
+    }  # fmt: skip
+    arguments = "x", "values", "row_scale", "rotated" if rotated else "x", m, k, width, x_stride
+    return buffers, Step(_fold_activation_kernel, (cdiv(m, rows),), arguments, constants)
 
 
 def _fold(x: Tensor, scale_mode: str | None, *, permute: bool, rotated: bool = False) -> list[Tensor]:
     m, k = x.shape
-    buffers, step = folding(m, k, x.stride(0), scale_mode, permute=permute, rotated=rotated)
+    buffers, step = folding(m, k, x.stride(0), scale_mode, permute=permute, rotated=rotated, unfit_only=True)
     made = {name: buffer.empty(x.device) for name, buffer in buffers.items()}
     step.launch({"x": x, **made})
     return list(made.values())
@@ -187,19 +198,12 @@ def quantize_mxfp4(value: tl.tensor, MODE: tl.constexpr) -> tuple[tl.tensor, ...
 
 @triton.jit
 def _quantize_part(
-    x: tl.tensor,
-    first: tl.tensor,
-    blocks: tl.tensor,
-    DTYPE: tl.constexpr,
-    MODE: tl.constexpr,
-    ROTATED: tl.constexpr,
-    BLOCKS: tl.constexpr,
+    x: tl.tensor, DTYPE: tl.constexpr, MODE: tl.constexpr, ROTATED: tl.constexpr
 ) -> tuple[tl.tuple, tl.tuple, tl.tensor, tl.tensor]:
-    """Pairs and codes of the blocks from `first` on, one in each thread, their exponents, 255 for Inf and NaN, and
-    whether they are empty. In place of blocks that are not there, the last one.
+    """Pairs and codes of the blocks that begin at `x`, one in each thread, their exponents, 255 for Inf and NaN, and
+    whether they are empty.
     """
-    block = tl.minimum(first + tl.arange(0, BLOCKS), blocks - 1)
-    pairs = load_pairs(x, block)
+    pairs = load_pairs(x)
     if ROTATED:
         tl.static_assert(tl.bfloat16 == DTYPE)
         pairs = nearest_pairs(rotate_block(fp32_values(pairs, DTYPE)))
@@ -214,75 +218,113 @@ def _quantize_part(
 
 
 @triton.jit
-def _store_folded(
-    values_ptr: tl.tensor,
-    pairs: tl.tuple,
-    codes: tl.tuple,
-    relative: tl.tensor,
-    first: tl.tensor,
-    blocks: tl.tensor,
-    width: tl.tensor,
-    PERMUTE: tl.constexpr,
-    BLOCKS: tl.constexpr,
-) -> None:
-    """Store E2M1 codes times 2^relative as E5M2, by a table of each block's eight magnitudes."""
+def _folded_words(pairs: tl.tuple, codes: tl.tuple, relative: tl.tensor, inside: tl.tensor) -> tl.tensor:
+    """E2M1 codes times 2^relative as E5M2, by a table of each block's eight magnitudes: words [threads, 8]; of blocks
+    that are not there, zeros.
+    """
     one = power_of_two(tl.minimum(tl.maximum(relative, -126), 13))
-    one = tl.where(first + tl.arange(0, BLOCKS) < blocks, one, 0.0)
+    one = tl.where(inside, one, 0.0)
     low = fp8_word(one * 0.0, one * 0.5, one, one * 1.5, 5, 2)
     high = fp8_word(one * 2.0, one * 3.0, one * 4.0, one * 6.0, 5, 2)
     words: tl.tuple = ()
     for i in tl.static_range(0, 16, 2):
         words = words + (look_up(low, high, four_nibbles(codes[i], codes[i + 1]), pairs[i], pairs[i + 1]),)
-    folded = joined_words(words)
-    if PERMUTE:  # chunk t (jh) to chunk (jh) t, of words of four columns
-        folded = tl.permute(tl.reshape(folded, (BLOCKS // 4, 4, 8)), (0, 2, 1))
-    word = first * 8 + tl.arange(0, 8 * BLOCKS)
-    tl.store(values_ptr + word, tl.reshape(folded, (8 * BLOCKS,)), mask=word < width // 4)
+    return joined_words(words)
+
+
+@triton.jit
+def _store_folded(
+    values: tl.tensor,
+    folded: tl.tensor,
+    rows: tl.tensor,
+    first: tl.tensor,
+    M: tl.tensor,
+    width: tl.tensor,
+    PERMUTE: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+) -> None:
+    """Store words [threads, 8] of the blocks from `first` on, block by block; or those of four blocks, from chunk t
+    (jh) to chunk (jh) t, of four columns each.
+    """
+    GROUP: tl.constexpr = 4 if PERMUTE else 1
+    GROUPS: tl.constexpr = BLOCKS // GROUP
+    row = _each_block(rows, ROWS, GROUPS)[:, None]
+    word = first * 8 + (tl.arange(0, ROWS * GROUPS) % GROUPS)[:, None] * (8 * GROUP) + tl.arange(0, 8 * GROUP)[None, :]
+    words_ptr = values.to(tl.pointer_type(tl.int32), bitcast=True) + row * (width // 4)
+    permuted = tl.permute(tl.reshape(folded, (ROWS * GROUPS, GROUP, 8)), (0, 2, 1))
+    folded = tl.reshape(permuted, (ROWS * GROUPS, 8 * GROUP))
+    tl.store(words_ptr + word, folded, mask=(row < M) & (word < width // 4))
+
+
+@triton.jit
+def _extremes(
+    exponent: tl.tensor, empty: tl.tensor, ROWS: tl.constexpr, BLOCKS: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor]:
+    """The largest and the smallest exponent of each row, empty blocks aside."""
+    highest = tl.max(tl.reshape(tl.where(empty, 0, exponent), (ROWS, BLOCKS)), 1)
+    return highest, tl.min(tl.reshape(tl.where(empty, 255, exponent), (ROWS, BLOCKS)), 1)
+
+
+@triton.jit
+def _each_block(of_rows: tl.tensor, ROWS: tl.constexpr, BLOCKS: tl.constexpr) -> tl.tensor:
+    """[ROWS] to [ROWS * BLOCKS]."""
+    return tl.reshape(tl.broadcast_to(of_rows[:, None], (ROWS, BLOCKS)), (ROWS * BLOCKS,))
 
 
 @cached_launch
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def _fold_activation_kernel(
     x: tl.tensor,
     values: tl.tensor,
     row_scale: tl.tensor,
     rotated: tl.tensor,
+    M: tl.tensor,
     K: tl.tensor,
     width: tl.tensor,
     x_stride: tl.tensor,
     MODE: tl.constexpr,
     PERMUTE: tl.constexpr,
     ROTATED: tl.constexpr,
+    UNFIT_ONLY: tl.constexpr,
+    ROWS: tl.constexpr,
     BLOCKS: tl.constexpr,
     ONE_PART: tl.constexpr,
     TOP: tl.constexpr,
     SPAN: tl.constexpr,
 ) -> None:
-    """One row. ONE_PART: it stays in registers; longer ones are read twice."""
+    """Some rows. ONE_PART: they stay in registers. In place of rows and blocks that aren't there, the last are read."""
     let_next_start()
-    row = tl.program_id(0).to(tl.int64)
-    blocks = K // 32
     DTYPE: tl.constexpr = x.dtype.element_ty
-    x += row * x_stride
-    values_ptr = (values + row * width).to(tl.pointer_type(tl.int32), bitcast=True)
-    pairs, codes, exponent, empty = _quantize_part(x, 0, blocks, DTYPE, MODE, ROTATED, BLOCKS)
-    highest = tl.max(tl.where(empty, 0, exponent), 0)
-    lowest = tl.min(tl.where(empty, 255, exponent), 0)
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    row = _each_block(rows, ROWS, BLOCKS)
+    x += tl.minimum(row, M - 1) * x_stride
+    block = tl.arange(0, ROWS * BLOCKS) % BLOCKS
+    last = K // 32 - 1
+    pairs, codes, exponent, empty = _quantize_part(x + tl.minimum(block, last) * 32, DTYPE, MODE, ROTATED)
+    highest, lowest = _extremes(exponent, empty, ROWS, BLOCKS)
     if not ONE_PART:
         for first in range(BLOCKS, width // 32, BLOCKS):
-            pairs, codes, exponent, empty = _quantize_part(x, first, blocks, DTYPE, MODE, ROTATED, BLOCKS)
-            highest = tl.maximum(highest, tl.max(tl.where(empty, 0, exponent), 0))
-            lowest = tl.minimum(lowest, tl.min(tl.where(empty, 255, exponent), 0))
+            part = x + tl.minimum(first + block, last) * 32
+            pairs, codes, exponent, empty = _quantize_part(part, DTYPE, MODE, ROTATED)
+            high, low = _extremes(exponent, empty, ROWS, BLOCKS)
+            highest, lowest = tl.maximum(highest, high), tl.minimum(lowest, low)
     fits = (highest - lowest <= SPAN) & (highest != 255)
-    tl.store(row_scale + row, tl.where(fits, row_factor(highest, TOP), float("nan")))
+    tl.store(row_scale + rows, tl.where(fits, row_factor(highest, TOP), float("nan")), mask=rows < M)
+
     for first in range(0, width // 32, BLOCKS):
         if not ONE_PART:
-            pairs, codes, exponent, empty = _quantize_part(x, first, blocks, DTYPE, MODE, ROTATED, BLOCKS)
-        _store_folded(values_ptr, pairs, codes, exponent - highest + TOP, first, blocks, width, PERMUTE, BLOCKS)
-        if ROTATED and not fits:
-            block = first + tl.arange(0, BLOCKS)
-            into = (rotated + row * K).to(tl.pointer_type(tl.int32), bitcast=True)
-            store_block(into, pairs, block, block < blocks)
+            part = x + tl.minimum(first + block, last) * 32
+            pairs, codes, exponent, empty = _quantize_part(part, DTYPE, MODE, ROTATED)
+        relative = exponent - _each_block(highest, ROWS, BLOCKS) + TOP
+        folded = _folded_words(pairs, codes, relative, first + block <= last)
+        _store_folded(values, folded, rows, first, M, width, PERMUTE, ROWS, BLOCKS)
+        if ROTATED and (not UNFIT_ONLY or tl.min(fits.to(tl.int32), 0) == 0):
+            wanted = (row < M) & (first + block <= last)
+            if UNFIT_ONLY:
+                wanted &= _each_block(fits.to(tl.int32), ROWS, BLOCKS) == 0
+            into = rotated.to(tl.pointer_type(tl.int32), bitcast=True) + row * (K // 2)
+            store_block(into, pairs, first + block, wanted)
 
 
 @cached_launch

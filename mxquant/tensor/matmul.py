@@ -122,7 +122,7 @@ def check_operands(x: Tensor, weight: MXTensor, contracted: int, bias: Tensor | 
 def _run(x: Tensor, weight: MXTensor, bias: Tensor | None, problem: Problem, backend: Backend) -> Tensor:
     """The product on real tensors; `weight` is in the layout of the backend."""
     rotation = weight.metadata.rotation
-    if rotation is None:
+    if rotation is None or (backend.rotates and problem.rotation is not None):
         return _multiply(x, weight, bias, problem, backend)
     return rotated_product(lambda x, bias: _multiply(x, weight, bias, problem, backend), x, bias, rotation, problem)
 
