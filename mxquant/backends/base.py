@@ -105,6 +105,10 @@ class Problem:
     layout: str = CANONICAL
     experts: int = 0
     """Matrices in the stack of a grouped matmul; 0 for the matmul of one matrix."""
+    rotation: int | None = None
+    """Size of the blocks that the weight is rotated in along the contraction. Backends whose `rotates` is set rotate
+    the input likewise; to others it comes rotated.
+    """
 
 
 class Layout(abc.ABC):
@@ -138,6 +142,10 @@ class Backend(abc.ABC):
     """False: emulation, which dequantizes and multiplies in high precision."""
     layout: ClassVar[Layout | None] = None
     """The layout its weights are kept in; None: it reads the canonical bytes."""
+    rotates: ClassVar[bool] = False
+    """Whether it rotates the input where the problem has a rotation: in fp32, rounded to the input's dtype, as
+    `mxquant.kernels.rotate`. Worth it where the next kernel quantizes.
+    """
 
     @abc.abstractmethod
     def reject(self, problem: Problem) -> str | None:

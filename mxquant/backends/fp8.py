@@ -36,6 +36,7 @@ class FP8(Backend):
 
     name: ClassVar[str] = "fp8"
     layout: ClassVar[Layout | None] = Tiles()
+    rotates: ClassVar[bool] = True
 
     def reject(self, problem: Problem) -> str | None:
         if reason := reject_device(problem):
@@ -68,7 +69,10 @@ def _multiply_many(x: Tensor, bias: Tensor | None, weight: Operand, problem: Pro
 
     mode = problem.activation_scale_mode
     assert mode is not None
-    values, factors = fold.fold_activation(x, mode, permute=False)
+    if problem.rotation is None:
+        values, factors = fold.fold_activation(x, mode, permute=False)
+    else:
+        values, factors, x = fold.fold_rotated(x, mode, permute=False)
     w_values, w_factors = tiled.expand_e4m3(weight.qdata, weight.scale, problem.in_features)
     y = torch._scaled_mm(
         values,

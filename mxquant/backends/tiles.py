@@ -86,7 +86,7 @@ def multiply_few(x: Tensor, weight: Operand, bias: Tensor | None, problem: Probl
 
     n, mode = problem.out_features, problem.activation_scale_mode
     x, bias = walkable(x, bias)
-    return tiled.multiply_few(x, weight.qdata, weight.scale, bias, n, mode, problem.dtype)
+    return tiled.multiply_few(x, weight.qdata, weight.scale, bias, n, mode, problem.dtype, rotated=_rotated(problem))
 
 
 def keeps_busy(rows: int, problem: Problem) -> bool:
@@ -103,7 +103,8 @@ def multiply_specialized(x: Tensor, weight: Operand, bias: Tensor | None, proble
     n, mode = problem.out_features, problem.activation_scale_mode
     with torch.cuda.device_of(x):
         x, bias = walkable(x, bias)
-        return tiled.multiply_many(x, weight.qdata, weight.scale, bias, n, mode, problem.dtype)
+        rotated = _rotated(problem)
+        return tiled.multiply_many(x, weight.qdata, weight.scale, bias, n, mode, problem.dtype, rotated=rotated)
 
 
 def multiply_groups(x: Tensor, weights: Operand, bias: Tensor | None, groups: Groups, problem: Problem) -> Tensor:
@@ -114,4 +115,12 @@ def multiply_groups(x: Tensor, weights: Operand, bias: Tensor | None, groups: Gr
     if groups.count(x) == 0:
         return x.new_empty(0, n)
     x, bias = walkable(x, bias)
-    return tiled.multiply_groups(x, weights.qdata, weights.scale, bias, *groups, n, mode, problem.dtype)
+    rotated = _rotated(problem)
+    return tiled.multiply_groups(
+        x, weights.qdata, weights.scale, bias, *groups, n, mode, problem.dtype, rotated=rotated
+    )
+
+
+def _rotated(problem: Problem) -> bool:
+    """Whether the input is yet to be rotated: where it is quantized, that kernel does so."""
+    return problem.rotation is not None and problem.activation is not None

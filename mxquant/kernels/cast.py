@@ -1,6 +1,9 @@
 """Quantize to packed codes and block scales in one pass over the data, on a GPU.
 
-Twin: `quantize_blocks` of `mxquant.formats.block`, equal byte by byte.
+Whole blocks that lie one after the other are quantized by `cast_blocks`. Here is the kernel for the rest: any strides,
+partial blocks, per-tensor scales of each row.
+
+Twin: `quantize_blocks` of `mxquant.formats.block`, after `rotate` where blocks are rotated, equal byte by byte.
 """
 
 from __future__ import annotations
@@ -16,7 +19,9 @@ from torch import Tensor
 from mxquant.formats.convert import to_fp32
 from mxquant.formats.scale import nvfp4_per_tensor_scale
 from mxquant.formats.spec import Format, resolve_scale_mode
+from mxquant.kernels.cast_blocks import quantize_whole_blocks, takes
 from mxquant.kernels.launch import cached_launch, cdiv, next_power_of_2
+from mxquant.kernels.rotate import rotated
 from mxquant.kernels.triton_numerics import (
     divide_blocks,
     e4m3_from_amax,
@@ -52,13 +57,25 @@ def quantize_blocks(
     *,
     per_tensor_scale: Tensor | None = None,
     canonical_zero: bool = False,
+    rotation: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Quantize `x` [..., K] along its last axis; arguments and results are those of the twin.
 
     `x` may have any strides: to quantize along another axis, move it last and make no copy.
+
+    Args:
+        rotation: the block's size: rotate each block first, in fp32; K is a multiple of it. In the same launch, but for
+            per-tensor scales that are not given, or one for each row, which need the rotated values beforehand.
     """
     assert fmt.block_size is not None
+    assert rotation in (None, fmt.block_size)
     mode = resolve_scale_mode(fmt, scale_mode)
+    if rotation is not None:
+        one_scale = not fmt.per_tensor or (per_tensor_scale is not None and per_tensor_scale.numel() == 1)
+        if not one_scale or x.dtype == torch.float64:
+            x, rotation = rotated(x, rotation, torch.promote_types(x.dtype, torch.float32)), None
+        elif not takes(x, fmt):
+            x = x.clone(memory_format=torch.contiguous_format)
     if x.dtype == torch.float64:
         x = to_fp32(x)
     lead, length = x.shape[:-1], x.shape[-1]
@@ -68,10 +85,14 @@ def quantize_blocks(
         per_tensor_scale = per_tensor_scale.to(torch.float32)
         if per_tensor_scale.numel() > 1:
             per_tensor_scale = per_tensor_scale.expand(*lead, 1).reshape(-1)
-    rows = x.reshape(math.prod(lead), length)
     qdata = torch.empty(*lead, fmt.packed_size(length), dtype=torch.uint8, device=x.device)
     scale = torch.empty(*lead, fmt.num_blocks(length), dtype=torch.uint8, device=x.device)
-    if x.numel():
+    if x.numel() == 0:
+        return qdata, scale
+    if takes(x, fmt) and (per_tensor_scale is None or per_tensor_scale.numel() == 1):
+        quantize_whole_blocks(x, qdata, scale, fmt, mode, per_tensor_scale, canonical_zero, rotation is not None)
+    else:
+        rows = x.reshape(math.prod(lead), length)
         _launch(rows, qdata, scale, fmt, mode, per_tensor_scale, canonical_zero)
     return qdata, scale
 
@@ -88,11 +109,7 @@ def _launch(
     """Quantize `x` [rows, K] into the contiguous `qdata` and `scale`."""
     assert fmt.block_size is not None
     rows, length = x.shape
-    per_row = per_tensor_scale is not None and per_tensor_scale.numel() > 1
-    if x.is_contiguous() and length % fmt.block_size == 0 and not per_row:
-        # Blocks do not see where rows end, so all rows are one.
-        rows, length = 1, x.numel()
-    strides = (length, 1) if rows == 1 and x.is_contiguous() else x.stride()
+    strides = x.stride()
     pitch = fmt.packed_size(length)
     if fmt.element.bits == 6 and pitch % 2 == 0:
         qdata, pitch = qdata.view(torch.int16), pitch // 2
@@ -110,7 +127,7 @@ def _launch(
             *strides,
             pitch,
             fmt.num_blocks(length),
-            int(per_row),
+            int(per_tensor_scale is not None and per_tensor_scale.numel() > 1),
             **element_constants(fmt.element),
             MODE=None if fmt.per_tensor else mode,
             SATURATE=saturates(fmt, mode),
@@ -151,11 +168,11 @@ def _quantize(
     if MODE is None:
         byte = e4m3_from_amax(amax, per_tensor_scale)
         divisor = e4m3_to_float(byte) * per_tensor_scale
-        scaled = divide_blocks(tl.abs(value), divisor, per_tensor_scale)
+        magnitude, factor = divide_blocks(tl.abs(value), divisor, per_tensor_scale), 1.0
     else:
         byte = e8m0_from_amax(amax, EXPONENT_BITS, MANTISSA_BITS, MAX_CODE, MODE)
-        scaled = tl.abs(value * e8m0_reciprocal(byte)[:, :, None])
-    return byte, encode(scaled, EXPONENT_BITS, MANTISSA_BITS, MAX_CODE, SATURATE, WIDE)
+        magnitude, factor = tl.abs(value), e8m0_reciprocal(byte)[:, :, None]
+    return byte, encode(magnitude, factor, EXPONENT_BITS, MANTISSA_BITS, MAX_CODE, SATURATE, WIDE)
 
 
 @cached_launch

@@ -1,9 +1,9 @@
 """Activations folded, in one pass, into values that are exact relative to one power of two a row.
 
-MXFP4 activations are quantized and folded into FP8: E2M1 x 2^s is exact in E5M2 for 29 consecutive exponents s, and in
-E4M3 for 15. So a row of MXFP4 blocks becomes a row of E5M2 values and one scale wherever the exponents of its blocks
-span at most 28; all-zero blocks do not count. Rows that span more get a scale of NaN, never a clamp: the matmul
-recomputes them.
+MXFP4 activations are rotated where the weight is, quantized, and folded into FP8: E2M1 x 2^s is exact in E5M2 for 29
+consecutive exponents s, and in E4M3 for 15. So a row of MXFP4 blocks becomes a row of E5M2 values and one scale
+wherever the exponents of its blocks span at most 28; all-zero blocks do not count. Rows that span more get a scale of
+NaN, never a clamp: the matmul recomputes them.
 
 bf16 activations are folded into FP16: rows whose largest magnitude is brought below 2^15, where values down to 2^-32
 of it keep all their bits. Rows with smaller ones get NaN likewise.
@@ -15,6 +15,8 @@ For `tiled_matmul` the columns are permuted within each 128, as its registers ho
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 import triton
@@ -23,16 +25,31 @@ from torch import Tensor
 
 from mxquant.formats.block import dequantize_blocks, quantize_blocks
 from mxquant.formats.spec import FORMATS
+from mxquant.kernels.bf16_pairs import fp8_word, look_up
+from mxquant.kernels.block_in_thread import (
+    four_nibbles,
+    fp32_values,
+    joined_words,
+    load_pairs,
+    nearest_pairs,
+    odd_pairs,
+    store_block,
+)
+from mxquant.kernels.butterfly import rotate_block
+from mxquant.kernels.encode_pairs import encode_pairs, largest_of_pairs
 from mxquant.kernels.launch import cached_launch, cdiv, next_power_of_2
 from mxquant.kernels.overlap import let_next_start
 from mxquant.kernels.plan import Buffer, Step
-from mxquant.kernels.triton_numerics import e8m0_from_amax, e8m0_reciprocal, fp32_bits, round_to_element
+from mxquant.kernels.rotate import rotate
+from mxquant.kernels.triton_numerics import INTERPRETED, e8m0_from_amax, e8m0_reciprocal, fp32_bits, round_to_element
 
 _MXFP4 = FORMATS["mxfp4"]
 # Of the row's largest block exponent in E5M2: 6 x 2^13 <= 57344.
 TOP, SPAN = 13, 28
 # Rows up to this long stay in the registers of one program; longer ones are read twice.
 _LONGEST_IN_REGISTERS = 16384
+# Rows of a program in the interpreter, which spends its time on operations, not on elements.
+_INTERPRETED_ROWS = 32
 
 
 def _padded(columns: int) -> int:
@@ -40,32 +57,46 @@ def _padded(columns: int) -> int:
 
 
 def folding(
-    m: int, k: int, x_stride: int, scale_mode: str | None, *, permute: bool = True
+    m: int,
+    k: int,
+    x_stride: int,
+    scale_mode: str | None,
+    *,
+    permute: bool = True,
+    rotated: bool = False,
+    unfit_only: bool = False,
 ) -> tuple[dict[str, Buffer], Step]:
     """The step from "x" to "values" and "row_scale", and these: of `fold_activation`, or, where `scale_mode` is None,
-    of `fold_bfloat16`.
+    of `fold_bfloat16`. Where rows are `rotated`, "rotated" as well: what a matmul recomputes rows from, instead of "x",
+    and its rows lie `k` apart; `unfit_only`: no other row is written to it.
     """
     width = _padded(k) if permute else k
-    block_k = next_power_of_2(width)
-    in_registers = block_k <= _LONGEST_IN_REGISTERS
+    buffers = {"values": Buffer((m, width), torch.float16 if scale_mode is None else torch.float8_e5m2)}
+    buffers["row_scale"] = Buffer((m, 1), torch.float32)
     if scale_mode is None:
-        kernel, dtype = _fold_bfloat16_kernel, torch.float16
-        block_k, constants = min(block_k, _LONGEST_IN_REGISTERS), {}
-    else:
-        kernel, dtype = _fold_activation_kernel, torch.float8_e5m2
-        block_k = block_k if in_registers else 4096
-        constants = {"MODE": scale_mode, "PERMUTE": permute, "IN_REGISTERS": in_registers, "TOP": TOP, "SPAN": SPAN}
-    constants |= {"BLOCK_K": block_k, "num_warps": max(1, min(16, block_k // 512))}
-    buffers = {"values": Buffer((m, width), dtype), "row_scale": Buffer((m, 1), torch.float32)}
-    return buffers, Step(kernel, (m,), ("x", *buffers, k, width, x_stride), constants)
+        block_k = min(next_power_of_2(width), _LONGEST_IN_REGISTERS)
+        warps = max(1, min(16, block_k // 512))
+        constants: dict[str, Any] = {"BLOCK_K": block_k, "num_warps": warps}
+        return buffers, Step(_fold_bfloat16_kernel, (m,), ("x", *buffers, k, width, x_stride), constants)
+    if rotated:
+        buffers["rotated"] = Buffer((m, k), torch.bfloat16)
+    blocks = min(next_power_of_2(width // 32), _LONGEST_IN_REGISTERS // 32)
+    rows = _INTERPRETED_ROWS if INTERPRETED.value else max(1, 32 // blocks)
+    constants = {
+        "MODE": scale_mode, "PERMUTE": permute, "ROTATED": rotated, "UNFIT_ONLY": unfit_only, "ROWS": rows,
+        "BLOCKS": blocks, "ONE_PART": width <= 32 * blocks, "TOP": TOP, "SPAN": SPAN,
+        "num_warps": max(1, rows * blocks // 32),
+    }  # fmt: skip
+    arguments = "x", "values", "row_scale", "rotated" if rotated else "x", m, k, width, x_stride
+    return buffers, Step(_fold_activation_kernel, (cdiv(m, rows),), arguments, constants)
 
 
-def _fold(x: Tensor, scale_mode: str | None, *, permute: bool) -> tuple[Tensor, Tensor]:
+def _fold(x: Tensor, scale_mode: str | None, *, permute: bool, rotated: bool = False) -> list[Tensor]:
     m, k = x.shape
-    buffers, step = folding(m, k, x.stride(0), scale_mode, permute=permute)
-    values, row_scale = (buffer.empty(x.device) for buffer in buffers.values())
-    step.launch({"x": x, "values": values, "row_scale": row_scale})
-    return values, row_scale
+    buffers, step = folding(m, k, x.stride(0), scale_mode, permute=permute, rotated=rotated, unfit_only=True)
+    made = {name: buffer.empty(x.device) for name, buffer in buffers.items()}
+    step.launch({"x": x, **made})
+    return list(made.values())
 
 
 def fold_activation(x: Tensor, scale_mode: str, *, permute: bool) -> tuple[Tensor, Tensor]:
@@ -79,12 +110,24 @@ def fold_activation(x: Tensor, scale_mode: str, *, permute: bool) -> tuple[Tenso
     Returns:
         values, float8_e5m2 [M, K or wider]; row scales, fp32 [M, 1], NaN of rows that do not fit (span, Inf or NaN).
     """
-    return _fold(x, scale_mode, permute=permute)
+    values, row_scale = _fold(x, scale_mode, permute=permute)
+    return values, row_scale
 
 
-def fold_activation_torch(x: Tensor, scale_mode: str, *, permute: bool) -> tuple[Tensor, Tensor]:
+def fold_rotated(x: Tensor, scale_mode: str, *, permute: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """As `fold_activation`, of bf16 rows rotated in blocks of 32 columns first: in fp32, rounded to bf16.
+
+    Returns:
+        values and row scales; and the rotated rows, bf16 [M, K], of which only those that do not fit are written.
+    """
+    values, row_scale, rotated = _fold(x, scale_mode, permute=permute, rotated=True)
+    return values, row_scale, rotated
+
+
+def fold_activation_torch(x: Tensor, scale_mode: str, *, permute: bool, rotated: bool = False) -> tuple[Tensor, Tensor]:
     """The twin of `fold_activation`; rows that do not fit hold whatever the casts give."""
     m, k = x.shape
+    x = rotate(x, 32).to(x.dtype) if rotated else x
     qdata, scale = quantize_blocks(x, _MXFP4, scale_mode)
     exponent = scale.int()
     empty = ((qdata.unflatten(1, (k // 32, 16)) & 0x77).amax(-1) == 0) & (exponent != 255)
@@ -111,7 +154,8 @@ def fold_bfloat16(x: Tensor) -> tuple[Tensor, Tensor]:
         values, float16 [M, K], with zeros up to a multiple of 128; row scales, fp32 [M, 1], NaN of rows that do not
         fit.
     """
-    return _fold(x, None, permute=True)
+    values, row_scale = _fold(x, None, permute=True)
+    return values, row_scale
 
 
 def fold_bfloat16_torch(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -154,71 +198,133 @@ def quantize_mxfp4(value: tl.tensor, MODE: tl.constexpr) -> tuple[tl.tensor, ...
 
 @triton.jit
 def _quantize_part(
-    x: tl.tensor, start: tl.tensor, K: tl.tensor, MODE: tl.constexpr, BLOCK_K: tl.constexpr
-) -> tuple[tl.tensor, ...]:
-    """Exponents and values of the blocks from column `start`, and their largest and smallest exponent, empty ones
-    aside.
+    x: tl.tensor, DTYPE: tl.constexpr, MODE: tl.constexpr, ROTATED: tl.constexpr
+) -> tuple[tl.tuple, tl.tuple, tl.tensor, tl.tensor]:
+    """Pairs and codes of the blocks that begin at `x`, one in each thread, their exponents, 255 for Inf and NaN, and
+    whether they are empty.
     """
-    column = start + tl.arange(0, BLOCK_K)
-    value = fp32_bits(tl.load(x + column, mask=column < K, other=0)).to(tl.float32, bitcast=True)
-    exponent, rounded = quantize_mxfp4(tl.reshape(value, (BLOCK_K // 32, 32)), MODE)
-    empty = (tl.max(tl.abs(rounded), 1) == 0) & (exponent != 255)
-    return exponent, rounded, tl.max(tl.where(empty, 0, exponent), 0), tl.min(tl.where(empty, 255, exponent), 0)
+    pairs = load_pairs(x)
+    if ROTATED:
+        tl.static_assert(tl.bfloat16 == DTYPE)
+        pairs = nearest_pairs(rotate_block(fp32_values(pairs, DTYPE)))
+    elif tl.bfloat16 != DTYPE:
+        pairs = odd_pairs(fp32_values(pairs, DTYPE))
+    exponent = e8m0_from_amax(largest_of_pairs(pairs), 2, 1, 7, MODE)
+    codes = encode_pairs(pairs, e8m0_reciprocal(exponent), 2, 1, 7, MODE == "floor")
+    some = codes[0]
+    for i in tl.static_range(1, 16):
+        some = some | codes[i]
+    return pairs, codes, exponent, ((some & 0x70007) == 0) & (exponent != 255)
+
+
+@triton.jit
+def _folded_words(pairs: tl.tuple, codes: tl.tuple, relative: tl.tensor, inside: tl.tensor) -> tl.tensor:
+    """E2M1 codes times 2^relative as E5M2, by a table of each block's eight magnitudes: words [threads, 8]; of blocks
+    that are not there, zeros.
+    """
+    one = power_of_two(tl.minimum(tl.maximum(relative, -126), 13))
+    one = tl.where(inside, one, 0.0)
+    low = fp8_word(one * 0.0, one * 0.5, one, one * 1.5, 5, 2)
+    high = fp8_word(one * 2.0, one * 3.0, one * 4.0, one * 6.0, 5, 2)
+    words: tl.tuple = ()
+    for i in tl.static_range(0, 16, 2):
+        words = words + (look_up(low, high, four_nibbles(codes[i], codes[i + 1]), pairs[i], pairs[i + 1]),)
+    return joined_words(words)
 
 
 @triton.jit
 def _store_folded(
     values: tl.tensor,
-    exponent: tl.tensor,
-    rounded: tl.tensor,
-    highest: tl.tensor,
-    start: tl.tensor,
+    folded: tl.tensor,
+    rows: tl.tensor,
+    first: tl.tensor,
+    M: tl.tensor,
     width: tl.tensor,
     PERMUTE: tl.constexpr,
-    TOP: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCKS: tl.constexpr,
 ) -> None:
-    factor = power_of_two(tl.minimum(tl.maximum(exponent - highest + TOP, -126), 127))
-    folded = (rounded * factor[:, None]).to(values.dtype.element_ty)
-    if PERMUTE:
-        folded = tl.permute(tl.reshape(folded, (BLOCK_K // 128, 4, 4, 2, 4)), (0, 2, 3, 1, 4))  # chunk t j h b
-    column = start + tl.arange(0, BLOCK_K)
-    tl.store(values + column, tl.reshape(folded, (BLOCK_K,)), mask=column < width)
+    """Store words [threads, 8] of the blocks from `first` on, block by block; or those of four blocks, from chunk t
+    (jh) to chunk (jh) t, of four columns each.
+    """
+    GROUP: tl.constexpr = 4 if PERMUTE else 1
+    GROUPS: tl.constexpr = BLOCKS // GROUP
+    row = _each_block(rows, ROWS, GROUPS)[:, None]
+    word = first * 8 + (tl.arange(0, ROWS * GROUPS) % GROUPS)[:, None] * (8 * GROUP) + tl.arange(0, 8 * GROUP)[None, :]
+    words_ptr = values.to(tl.pointer_type(tl.int32), bitcast=True) + row * (width // 4)
+    permuted = tl.permute(tl.reshape(folded, (ROWS * GROUPS, GROUP, 8)), (0, 2, 1))
+    folded = tl.reshape(permuted, (ROWS * GROUPS, 8 * GROUP))
+    tl.store(words_ptr + word, folded, mask=(row < M) & (word < width // 4))
+
+
+@triton.jit
+def _extremes(
+    exponent: tl.tensor, empty: tl.tensor, ROWS: tl.constexpr, BLOCKS: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor]:
+    """The largest and the smallest exponent of each row, empty blocks aside."""
+    highest = tl.max(tl.reshape(tl.where(empty, 0, exponent), (ROWS, BLOCKS)), 1)
+    return highest, tl.min(tl.reshape(tl.where(empty, 255, exponent), (ROWS, BLOCKS)), 1)
+
+
+@triton.jit
+def _each_block(of_rows: tl.tensor, ROWS: tl.constexpr, BLOCKS: tl.constexpr) -> tl.tensor:
+    """[ROWS] to [ROWS * BLOCKS]."""
+    return tl.reshape(tl.broadcast_to(of_rows[:, None], (ROWS, BLOCKS)), (ROWS * BLOCKS,))
 
 
 @cached_launch
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def _fold_activation_kernel(
     x: tl.tensor,
     values: tl.tensor,
     row_scale: tl.tensor,
+    rotated: tl.tensor,
+    M: tl.tensor,
     K: tl.tensor,
     width: tl.tensor,
     x_stride: tl.tensor,
     MODE: tl.constexpr,
     PERMUTE: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    IN_REGISTERS: tl.constexpr,
+    ROTATED: tl.constexpr,
+    UNFIT_ONLY: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    ONE_PART: tl.constexpr,
     TOP: tl.constexpr,
     SPAN: tl.constexpr,
 ) -> None:
+    """Some rows. ONE_PART: they stay in registers. In place of rows and blocks that aren't there, the last are read."""
     let_next_start()
-    row = tl.program_id(0).to(tl.int64)
-    x += row * x_stride
-    values += row * width
-    exponent, rounded, highest, lowest = _quantize_part(x, 0, K, MODE, BLOCK_K)
-    if IN_REGISTERS:
-        _store_folded(values, exponent, rounded, highest, 0, width, PERMUTE, TOP, BLOCK_K)
-    else:
-        for start in range(BLOCK_K, width, BLOCK_K):
-            exponent, rounded, high, low = _quantize_part(x, start, K, MODE, BLOCK_K)
-            highest = tl.maximum(highest, high)
-            lowest = tl.minimum(lowest, low)
-        for start in range(0, width, BLOCK_K):
-            exponent, rounded, high, low = _quantize_part(x, start, K, MODE, BLOCK_K)
-            _store_folded(values, exponent, rounded, highest, start, width, PERMUTE, TOP, BLOCK_K)
+    DTYPE: tl.constexpr = x.dtype.element_ty
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    row = _each_block(rows, ROWS, BLOCKS)
+    x += tl.minimum(row, M - 1) * x_stride
+    block = tl.arange(0, ROWS * BLOCKS) % BLOCKS
+    last = K // 32 - 1
+    pairs, codes, exponent, empty = _quantize_part(x + tl.minimum(block, last) * 32, DTYPE, MODE, ROTATED)
+    highest, lowest = _extremes(exponent, empty, ROWS, BLOCKS)
+    if not ONE_PART:
+        for first in range(BLOCKS, width // 32, BLOCKS):
+            part = x + tl.minimum(first + block, last) * 32
+            pairs, codes, exponent, empty = _quantize_part(part, DTYPE, MODE, ROTATED)
+            high, low = _extremes(exponent, empty, ROWS, BLOCKS)
+            highest, lowest = tl.maximum(highest, high), tl.minimum(lowest, low)
     fits = (highest - lowest <= SPAN) & (highest != 255)
-    tl.store(row_scale + row, tl.where(fits, row_factor(highest, TOP), float("nan")))
+    tl.store(row_scale + rows, tl.where(fits, row_factor(highest, TOP), float("nan")), mask=rows < M)
+
+    for first in range(0, width // 32, BLOCKS):
+        if not ONE_PART:
+            part = x + tl.minimum(first + block, last) * 32
+            pairs, codes, exponent, empty = _quantize_part(part, DTYPE, MODE, ROTATED)
+        relative = exponent - _each_block(highest, ROWS, BLOCKS) + TOP
+        folded = _folded_words(pairs, codes, relative, first + block <= last)
+        _store_folded(values, folded, rows, first, M, width, PERMUTE, ROWS, BLOCKS)
+        if ROTATED and (not UNFIT_ONLY or tl.min(fits.to(tl.int32), 0) == 0):
+            wanted = (row < M) & (first + block <= last)
+            if UNFIT_ONLY:
+                wanted &= _each_block(fits.to(tl.int32), ROWS, BLOCKS) == 0
+            into = rotated.to(tl.pointer_type(tl.int32), bitcast=True) + row * (K // 2)
+            store_block(into, pairs, first + block, wanted)
 
 
 @cached_launch

@@ -126,8 +126,9 @@ def _repair_kernel(
         n = tl.program_id(0).to(tl.int64) * 64 + tl.arange(0, 64)
         for first in range(start, start + ROWS, 32):
             m = first + tl.arange(0, 32)
-            inside = m < M
-            if any_unfit(tl.load(x_scale + m, mask=inside, other=0.0)):
+            factor = tl.load(x_scale + m, mask=m < M, other=0.0)
+            inside = factor != factor  # the other rows are right, and may be in `x` no more
+            if any_unfit(factor):
                 total = exact_tile(x, words, scale_bytes, n, m, inside, 0, K // 32, K, x_stride, MODE, 64, 32)
                 if HAS_BIAS:
                     total += tl.load(bias + n).to(tl.float32)[:, None]

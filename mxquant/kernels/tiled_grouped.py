@@ -35,6 +35,8 @@ def multiply_groups(
     n: int,
     scale_mode: str | None,
     dtype: torch.dtype,
+    *,
+    rotated: bool = False,
 ) -> Tensor:
     """The products [S, N] in `dtype`; zero beyond the last group.
 
@@ -45,10 +47,13 @@ def multiply_groups(
         offsets_E: int32, where each group ends.
         rows_S: int64, the row of `x_TK` at each place, one or more; None: places are rows.
         scale_mode: of MXFP4 activations; None: they are not quantized.
+        rotated: rotate bf16 activations before they are quantized.
     """
     gathered = None if rows_S is None else rows_S.shape[0]
     kinds = x_TK.dtype, kind(offsets_E), kind(rows_S), kind(bias_EN)
-    plan = _plan(*x_TK.shape, n, offsets_E.shape[0], x_TK.stride()[0], gathered, *kinds, scale_mode, dtype, x_TK.device)
+    plan = _plan(
+        *x_TK.shape, n, offsets_E.shape[0], x_TK.stride()[0], gathered, *kinds, scale_mode, rotated, dtype, x_TK.device
+    )
     given = (x_TK, words, bytes_, offsets_E, rows_S, bias_EN)
     return plan(*(tensor for tensor in given if tensor is not None))
 
@@ -66,6 +71,7 @@ def _plan(
     rows: Kind | None,
     bias: Kind | None,
     scale_mode: str | None,
+    rotated: bool,
     dtype: torch.dtype,
     device: torch.device,
 ) -> Plan:
@@ -74,14 +80,15 @@ def _plan(
     # Every group has at most one tile of rows that is not full; the rows beyond the last one are a group as well.
     row_tiles = s // shape.rows_M + min(s, experts + 1)
     tiles, split = arrange(n, k, row_tiles, shape)
-    between, fold = folding(t, k, x_stride, scale_mode)
+    between, fold = folding(t, k, x_stride, scale_mode, rotated=rotated)
+    x, stride = ("rotated", k) if rotated else ("x", x_stride)
     sums, add = adding(split, s, n)
     has_rows, has_bias = rows is not None, bias is not None
     multiply = Step(
         _multiply_groups_kernel,
         (n // (64 * tiles), split, row_tiles),
-        ("words", "bytes", *between, "x", "offsets", "rows" if has_rows else "offsets", "bias" if has_bias else "y",
-         "partial" if add else "y", s, n, k, x_stride, experts),
+        ("words", "bytes", "values", "row_scale", x, "offsets", "rows" if has_rows else "offsets",
+         "bias" if has_bias else "y", "partial" if add else "y", s, n, k, stride, experts),
         {"GROUPS": next_power_of_2(experts + 1), "BM": shape.rows_M, "TILES": tiles, "REST": k // 32 % 8,
          "BK": shape.columns_K, "PROMOTE": shape.promote, "GATHER": has_rows,
          "HAS_BIAS": has_bias, "MODE": scale_mode, "num_warps": 4, "num_stages": 3,

@@ -64,6 +64,8 @@ def multiply_few(
     n: int,
     scale_mode: str | None,
     dtype: torch.dtype,
+    *,
+    rotated: bool = False,
 ) -> Tensor:
     """The product [M, N] in `dtype` of some rows with a tiled weight of N rows.
 
@@ -72,9 +74,10 @@ def multiply_few(
         words, bytes_: of `pack_tiles`.
         bias_N: any float dtype, or None.
         scale_mode: of MXFP4 activations; None: they are not quantized.
+        rotated: rotate bf16 activations before they are quantized.
     """
     (m, k), (x_stride, _) = x_MK.shape, x_MK.stride()
-    plan = _plan(m, k, n, x_stride, x_MK.dtype, kind(bias_N), scale_mode, dtype, x_MK.device)
+    plan = _plan(m, k, n, x_stride, x_MK.dtype, kind(bias_N), scale_mode, rotated, dtype, x_MK.device)
     return plan(x_MK, words, bytes_) if bias_N is None else plan(x_MK, words, bytes_, bias_N)
 
 
@@ -87,19 +90,21 @@ def _plan(
     x_dtype: torch.dtype,  # as `bias`, also what kernels are compiled for
     bias: Kind | None,
     scale_mode: str | None,
+    rotated: bool,
     dtype: torch.dtype,
     device: torch.device,
 ) -> Plan:
     shape = shape_for(m, scale_mode is not None)
     row_tiles = cdiv(m, shape.rows_M)
     tiles, split = arrange(n, k, row_tiles, shape)
-    between, fold = folding(m, k, x_stride, scale_mode)
+    between, fold = folding(m, k, x_stride, scale_mode, rotated=rotated)
+    x, stride = ("rotated", k) if rotated else ("x", x_stride)
     sums, add = adding(split, m, n)
     multiply = Step(
         _multiply_few_kernel,
         (n // (64 * tiles), split, row_tiles),
-        ("words", "bytes", *between, "x", "y" if bias is None else "bias", "partial" if add else "y", m, n, k,
-         x_stride),
+        ("words", "bytes", "values", "row_scale", x, "y" if bias is None else "bias", "partial" if add else "y", m, n,
+         k, stride),
         {"BM": shape.rows_M, "TILES": tiles, "REST": k // 32 % 8, "BK": shape.columns_K, "PROMOTE": shape.promote,
          "HAS_BIAS": bias is not None, "MODE": scale_mode, "num_warps": 4, "num_stages": 3,
          "maxnreg": shape.registers, "launch_pdl": True},

@@ -107,21 +107,23 @@ def e8m0_to_float(byte: tl.tensor) -> tl.tensor:
 @triton.jit
 def encode(
     magnitude: tl.tensor,
+    factor: tl.tensor,
     EXPONENT_BITS: tl.constexpr,
     MANTISSA_BITS: tl.constexpr,
     MAX_CODE: tl.constexpr,
     SATURATE: tl.constexpr,
     WIDE: tl.constexpr,
 ) -> tl.tensor:
-    """Codes of fp32 magnitudes, rounded to nearest even: the low bits of an int32, of which the code's sign bit and
-    those above mean nothing; with two exponent bits, all in the lowest byte are 0. What NaN gives is not defined.
+    """Codes of fp32 magnitudes times a power of two, rounded to nearest even: the low bits of an int32, of which the
+    code's sign bit and those above mean nothing; with two exponent bits, all in the lowest byte are 0. What NaN gives
+    is not defined.
 
     SATURATE: some may be rounded to more than the largest value. WIDE: some have more than 12 significant bits.
     """
     if EXPONENT_BITS == 2:
-        code = _encode_three_binades(magnitude, MANTISSA_BITS, MAX_CODE, SATURATE)
+        code = _encode_three_binades(magnitude, factor, MANTISSA_BITS, MAX_CODE, SATURATE)
     else:
-        code = _encode_by_underflow(magnitude, EXPONENT_BITS, MANTISSA_BITS, WIDE)
+        code = _encode_by_underflow(magnitude * factor, EXPONENT_BITS, MANTISSA_BITS, WIDE)
         if SATURATE:
             code = tl.minimum(code, MAX_CODE)
     return code
@@ -129,16 +131,21 @@ def encode(
 
 @triton.jit
 def _encode_three_binades(
-    magnitude: tl.tensor, MANTISSA_BITS: tl.constexpr, MAX_CODE: tl.constexpr, SATURATE: tl.constexpr
+    magnitude: tl.tensor,
+    factor: tl.tensor,
+    MANTISSA_BITS: tl.constexpr,
+    MAX_CODE: tl.constexpr,
+    SATURATE: tl.constexpr,
 ) -> tl.tensor:
     """As a function of the value, the code is three straight lines, each half as steep as the one before, so it is
     the least of the three. Added to a power of two whose last bit is the smallest step, each is rounded to nearest
-    even, once. All are positive, and so are compared as integers, three at a time.
+    even, once: products with powers of two are exact, fused or not. All are positive, and so are compared as integers,
+    three at a time.
     """
     ANCHOR: tl.constexpr = 2.0 ** (23 - MANTISSA_BITS)
-    steep = (magnitude + ANCHOR).to(tl.int32, bitcast=True)
-    middle = (magnitude * 0.5 + (ANCHOR + 1)).to(tl.int32, bitcast=True)
-    flat = (magnitude * 0.25 + (ANCHOR + 2)).to(tl.int32, bitcast=True)
+    steep = (magnitude * factor + ANCHOR).to(tl.int32, bitcast=True)
+    middle = (magnitude * (factor * 0.5) + (ANCHOR + 1)).to(tl.int32, bitcast=True)
+    flat = (magnitude * (factor * 0.25) + (ANCHOR + 2)).to(tl.int32, bitcast=True)
     if SATURATE:
         # The code above the bits of ANCHOR, which are its exponent.
         flat = tl.minimum(flat, ((127 + 23 - MANTISSA_BITS) << 23) + MAX_CODE)
@@ -188,7 +195,7 @@ def e4m3_from_amax(amax_bits: tl.tensor, per_tensor_scale: tl.tensor) -> tl.tens
     ratio = tl.div_rn(amax, per_tensor_scale * 6.0)
     ratio = tl.where(amax_bits == 0, 1.0, ratio)
     ratio = tl.minimum(tl.maximum(ratio, 0.001953125), 448.0)
-    byte = encode(ratio, 4, 3, 0x7E, False, True)
+    byte = encode(ratio, 1.0, 4, 3, 0x7E, False, True)
     return tl.where(amax_bits >= 0x7F800000, 255, byte)
 
 
@@ -200,27 +207,55 @@ def e4m3_to_float(byte: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def divide_blocks(magnitude: tl.tensor, divisor: tl.tensor, per_tensor_scale: tl.tensor) -> tl.tensor:
-    """IEEE quotients of fp32 magnitudes [rows, blocks, n] and NVFP4's divisors [rows, blocks], as far as E2M1 shows.
-
-    A division costs ten times what else is done with an element, so the reciprocal is taken once a block and its
-    product corrected twice, which gives the quotient rounded to nearest (Markstein), or NaN where that overflows.
-    """
-    distance = tl.abs((per_tensor_scale.to(tl.int32, bitcast=True) >> 23) - 127)
-    if INTERPRETED or tl.max(distance) > 90:
-        # Not every version of the interpreter rounds an fma once. Extreme scales would leave fp32's range below.
+    """IEEE quotients of fp32 magnitudes [rows, blocks, n] and NVFP4's divisors [rows, blocks], as far as E2M1 shows."""
+    if _needs_division(per_tensor_scale):
         quotient = tl.div_rn(magnitude, divisor[:, :, None])
     else:
-        # Divide by the mantissa, in [1, 2), so that nothing that matters is subnormal.
-        exponent = divisor.to(tl.int32, bitcast=True) & 0x7F800000
-        power = (0x7F000000 - exponent).to(tl.float32, bitcast=True)
-        mantissa = divisor * power
-        reciprocal = tl.div_rn(1.0, mantissa)[:, :, None]
+        power, mantissa, reciprocal = _reciprocal(divisor)
         x = magnitude * power[:, :, None]
-        negated = -mantissa[:, :, None]
-        quotient = x * reciprocal
-        quotient = tl.fma(tl.fma(quotient, negated, x), reciprocal, quotient)
-        quotient = tl.fma(tl.fma(quotient, negated, x), reciprocal, quotient)
+        quotient = _corrected_quotient(x, mantissa[:, :, None], reciprocal[:, :, None])
     return quotient
+
+
+@triton.jit
+def divide_block(magnitudes: tl.tuple, divisor: tl.tensor, per_tensor_scale: tl.tensor) -> tl.tuple:
+    """As `divide_blocks`, for blocks that are a tuple of their elements."""
+    if _needs_division(per_tensor_scale):
+        quotients = [tl.div_rn(magnitude, divisor) for magnitude in magnitudes]
+    else:
+        power, mantissa, reciprocal = _reciprocal(divisor)
+        quotients = [_corrected_quotient(magnitude * power, mantissa, reciprocal) for magnitude in magnitudes]
+    return quotients
+
+
+@triton.jit
+def _needs_division(per_tensor_scale: tl.tensor) -> tl.tensor:
+    """Whether quotients have to be divisions: where extreme scales would leave fp32's range below, and in the
+    interpreter, not every version of which rounds an fma once.
+    """
+    distance = tl.abs((per_tensor_scale.to(tl.int32, bitcast=True) >> 23) - 127)
+    return INTERPRETED or tl.max(distance) > 90
+
+
+@triton.jit
+def _reciprocal(divisor: tl.tensor) -> tuple[tl.tensor, ...]:
+    """The inverse power of two of a divisor, its mantissa, in [1, 2), so that nothing that matters is subnormal, and
+    the mantissa's reciprocal: a division costs ten times what else is done with an element, so there is one a block.
+    """
+    exponent = divisor.to(tl.int32, bitcast=True) & 0x7F800000
+    power = (0x7F000000 - exponent).to(tl.float32, bitcast=True)
+    mantissa = divisor * power
+    return power, mantissa, tl.div_rn(1.0, mantissa)
+
+
+@triton.jit
+def _corrected_quotient(x: tl.tensor, divisor: tl.tensor, reciprocal: tl.tensor) -> tl.tensor:
+    """The product with the reciprocal corrected twice, which gives the quotient rounded to nearest (Markstein), or NaN
+    where that overflows.
+    """
+    quotient = x * reciprocal
+    quotient = tl.fma(tl.fma(quotient, -divisor, x), reciprocal, quotient)
+    return tl.fma(tl.fma(quotient, -divisor, x), reciprocal, quotient)
 
 
 @triton.jit

@@ -49,6 +49,7 @@ def describe(
         contraction,
         metadata.layout if asked == here else ANY_LAYOUT,
         int(shape[0]) if len(shape) == 3 and grouped is not False else 0,
+        metadata.rotation if blocked else None,
     )
 
 

@@ -7,6 +7,7 @@ are called directly.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 
 import torch
@@ -17,7 +18,7 @@ from mxquant.formats.block import dequantize_blocks, quantize_blocks
 from mxquant.formats.scale import NAN_BYTE, nvfp4_per_tensor_scale
 from mxquant.formats.spec import Format, get_format, resolve_scale_mode
 from mxquant.kernels import has_triton
-from mxquant.kernels.rotate import rotate
+from mxquant.kernels.rotate import rotate, rotated
 from mxquant.tensor.metadata import Metadata, check_dtype, check_rotation
 from mxquant.tensor.mxtensor import MXTensor, block_format, logical_shape, physical_shape
 
@@ -83,13 +84,11 @@ def quantize(
     axis = axis if axis < 0 else axis - x.dim()
     check_rotation(rotation, fmt, x.shape[axis])
     physical = x.detach().movedim(axis, -1)
-    if rotation is not None:
-        physical = rotate(physical, rotation)
     if per_tensor_scale is not None:
         per_tensor_scale = _physical_per_tensor_scale(fmt, per_tensor_scale, x, axis)
     raises = nonfinite == "raise"
     run = torch.ops.mxquant.quantize if is_traced(physical) else _quantize
-    qdata, scale, *rest = run(physical, fmt.name, mode, per_tensor_scale, canonical_zero, raises)
+    qdata, scale, *rest = run(physical, fmt.name, mode, per_tensor_scale, canonical_zero, raises, rotation)
     operand = Operand(qdata, scale, rest[0] if rest else None)
     return MXTensor(operand, Metadata(fmt.name, axis, x.dtype, rotation=rotation), x.shape)
 
@@ -136,13 +135,25 @@ def _physical_per_tensor_scale(fmt: Format, scale: Tensor, x: Tensor, axis: int)
 
 
 def _quantize(
-    x: Tensor, format: str, mode: str, per_tensor_scale: Tensor | None, canonical_zero: bool, raises: bool
+    x: Tensor,
+    format: str,
+    mode: str,
+    per_tensor_scale: Tensor | None,
+    canonical_zero: bool,
+    raises: bool,
+    rotation: int | None,
 ) -> list[Tensor]:
     """Codes and scales of `x` along its last axis, and the per-tensor scale for NVFP4."""
     fmt = get_format(format)
+    quantizer = _quantizer_for(x, fmt, mode)
+    if rotation is not None:
+        # The kernel rotates in registers, but a per-tensor scale has to be known before.
+        if quantizer is quantize_blocks or (fmt.per_tensor and per_tensor_scale is None):
+            x = rotated(x, rotation, torch.promote_types(x.dtype, torch.float32))
+        else:
+            quantizer = functools.partial(quantizer, rotation=rotation)
     if fmt.per_tensor and per_tensor_scale is None:
         per_tensor_scale = nvfp4_per_tensor_scale(x, mode)
-    quantizer = _quantizer_for(x, fmt, mode)
     qdata, scale = quantizer(x, fmt, mode, per_tensor_scale=per_tensor_scale, canonical_zero=canonical_zero)
     if raises and (bad := scale == NAN_BYTE).any():
         first = tuple(bad.nonzero()[0].tolist())
@@ -164,16 +175,28 @@ def _quantizer_for(x: Tensor, fmt: Format, mode: str) -> Callable[..., tuple[Ten
 
 @torch.library.custom_op("mxquant::quantize", mutates_args=())
 def _quantize_op(
-    x: Tensor, format: str, mode: str, per_tensor_scale: Tensor | None, canonical_zero: bool, raises: bool
+    x: Tensor,
+    format: str,
+    mode: str,
+    per_tensor_scale: Tensor | None,
+    canonical_zero: bool,
+    raises: bool,
+    rotation: int | None,
 ) -> list[Tensor]:
-    result = _quantize(x, format, mode, per_tensor_scale, canonical_zero, raises)
+    result = _quantize(x, format, mode, per_tensor_scale, canonical_zero, raises, rotation)
     # An operator's results may not alias its inputs.
     return [t.clone() if t is per_tensor_scale else t for t in result]
 
 
 @_quantize_op.register_fake
 def _(
-    x: Tensor, format: str, mode: str, per_tensor_scale: Tensor | None, canonical_zero: bool, raises: bool
+    x: Tensor,
+    format: str,
+    mode: str,
+    per_tensor_scale: Tensor | None,
+    canonical_zero: bool,
+    raises: bool,
+    rotation: int | None,
 ) -> list[Tensor]:
     fmt = get_format(format)
     length = x.shape[-1]
@@ -204,7 +227,9 @@ def dequantize(tensor: MXTensor, dtype: torch.dtype) -> Tensor:
     run = torch.ops.mxquant.dequantize if is_traced(tensor.qdata) else _dequantize
     physical: Tensor = run(*arguments)
     if rotation is not None:
-        physical = rotate(physical, rotation).to(dtype)
+        # Outside the operator: while a graph is traced, by what can be traced.
+        traced = is_traced(physical)
+        physical = rotate(physical, rotation).to(dtype) if traced else rotated(physical, rotation, dtype)
     return physical.movedim(-1, tensor.axis).contiguous()
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from mxquant.backends.base import Backend, Operand, Problem
 from mxquant.backends.registry import get_backend, select
-from mxquant.kernels.rotate import rotate
+from mxquant.kernels.rotate import rotated
 from mxquant.tensor.choose import describe, in_layout_of, requested_backend
 from mxquant.tensor.construct import dequantize, is_traced
 from mxquant.tensor.metadata import DTYPES, metadata_from_json
@@ -122,7 +122,7 @@ def check_operands(x: Tensor, weight: MXTensor, contracted: int, bias: Tensor | 
 def _run(x: Tensor, weight: MXTensor, bias: Tensor | None, problem: Problem, backend: Backend) -> Tensor:
     """The product on real tensors; `weight` is in the layout of the backend."""
     rotation = weight.metadata.rotation
-    if rotation is None:
+    if rotation is None or (backend.rotates and problem.rotation is not None):
         return _multiply(x, weight, bias, problem, backend)
     return rotated_product(lambda x, bias: _multiply(x, weight, bias, problem, backend), x, bias, rotation, problem)
 
@@ -140,9 +140,9 @@ def rotated_product(
     backend takes and, where the config says so, quantizes. Across it, the result is rotated back.
     """
     if problem.contraction == "blocked":
-        return multiply(rotate(x, rotation).to(x.dtype), bias)
-    y = multiply(x, None if bias is None else rotate(bias, rotation))
-    return rotate(y, rotation).to(y.dtype)
+        return multiply(rotated(x, rotation, x.dtype), bias)
+    y = multiply(x, None if bias is None else rotated(bias, rotation, torch.promote_types(bias.dtype, torch.float32)))
+    return rotated(y, rotation, y.dtype)
 
 
 def _multiply(x: Tensor, weight: MXTensor, bias: Tensor | None, problem: Problem, backend: Backend) -> Tensor:

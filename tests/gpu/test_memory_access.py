@@ -20,6 +20,7 @@ from mxquant.formats.block import dequantize_blocks
 from mxquant.formats.block import quantize_blocks as cast_twin
 from mxquant.kernels import has_triton
 from mxquant.kernels.qdq import quantize_dequantize as fakequant_twin
+from mxquant.kernels.rotate import rotate, rotated
 from mxquant.modules.gates import KnownGate
 from mxquant.modules.routing import route
 from mxquant.tensor import as_weight, grouped_product
@@ -39,6 +40,38 @@ def test_cast(format: str, device: torch.device) -> None:
     for x in (torch.randn(3, 32), torch.randn(5, 33).bfloat16(), torch.randn(70, 40).t(), torch.randn(3, 1100)):
         for ours, expected in zip(quantize_blocks(x.to(device), fmt), cast_twin(x, fmt)):
             assert torch.equal(ours.cpu(), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("format", FORMATS)
+def test_cast_whole_blocks(format: str, dtype: torch.dtype, device: torch.device) -> None:
+    """Rotated and not, in programs that are not full."""
+    from mxquant.kernels.cast import quantize_blocks
+
+    fmt = get_format(format)
+    one = {"per_tensor_scale": torch.ones((), device=device)} if fmt.per_tensor else {}
+    for rows in (1, 3, 130):
+        x = torch.randn(rows, 96).to(dtype)
+        for rotation, expected in ((None, x), (fmt.block_size, rotate(x, fmt.block_size or 0))):
+            ours = quantize_blocks(x.to(device), fmt, rotation=rotation, **one)
+            for mine, twin in zip(ours, cast_twin(expected.to(device), fmt, **one)):
+                assert torch.equal(mine, twin)
+
+
+@pytest.mark.parametrize("columns", [32, 96, 416])
+def test_fold_and_rotate(columns: int, device: torch.device) -> None:
+    from mxquant.kernels.fold import fold_activation_torch, fold_rotated
+
+    x = torch.randn(5, columns).bfloat16()
+    x[3, 0] = torch.nan
+    expected = rotate(x, 32).bfloat16()
+    assert torch.equal(rotated(x[:3].to(device), 32, torch.bfloat16).cpu(), expected[:3])
+    for permute in (False, True):
+        values, scales, before = fold_rotated(x.to(device), "even", permute=permute)
+        twin, twin_scales = fold_activation_torch(x, "even", permute=permute, rotated=True)
+        assert torch.equal(values.cpu()[:3].float(), twin[:3].float())
+        assert torch.equal(scales.cpu().nan_to_num(), twin_scales.nan_to_num())
+        assert torch.equal(before.cpu()[3].nan_to_num(), expected[3].nan_to_num())
 
 
 @pytest.mark.parametrize("format", FORMATS)

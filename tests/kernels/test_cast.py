@@ -10,7 +10,9 @@ from torch import Tensor
 
 from mxquant.formats import FORMATS, WEIGHT_FORMATS, get_format
 from mxquant.formats.block import quantize_blocks as twin
+from mxquant.kernels import cast_blocks
 from mxquant.kernels.cast import quantize_blocks
+from mxquant.kernels.rotate import rotate
 
 # Overflow and NaN are wanted here; NumPy, which Triton's interpreter computes with, warns of them.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -37,9 +39,10 @@ def edges() -> Tensor:
     return torch.cat([blocks, special])
 
 
-def check(x: Tensor, name: str, mode: str | None = None, **options: object) -> None:
+def check(x: Tensor, name: str, mode: str | None = None, *, rotation: int | None = None, **options: object) -> None:
     fmt = get_format(name)
-    qdata, scale = quantize_blocks(x, fmt, mode, **options)  # type: ignore[arg-type]
+    qdata, scale = quantize_blocks(x, fmt, mode, rotation=rotation, **options)  # type: ignore[arg-type]
+    x = x if rotation is None else rotate(x, rotation)
     host = {key: value.cpu() if isinstance(value, Tensor) else value for key, value in options.items()}
     expected_qdata, expected_scale = twin(x.cpu(), fmt, mode, **host)  # type: ignore[arg-type]
     assert qdata.dtype == scale.dtype == torch.uint8
@@ -55,6 +58,47 @@ def test_every_mode_on_ties_edges_and_wide_exponents(
     element = ELEMENTS[FORMATS[name].element.name]
     x = torch.cat([torch.from_numpy(everything(element)), edges()])
     check(x.to(dtype).to(device), name, mode)
+
+
+@pytest.mark.parametrize("rotated", [False, True])
+@pytest.mark.parametrize("name", WEIGHT_FORMATS)
+def test_without_the_instructions_of_newer_gpus(
+    name: str, rotated: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cast_blocks, "_capability", lambda device: (8, 0))
+    x = torch.cat([torch.from_numpy(everything(ELEMENTS[FORMATS[name].element.name])), edges()])
+    for mode in (FORMATS[name].scale_modes[0], None):
+        check(x.bfloat16().to(device), name, mode, rotation=FORMATS[name].block_size if rotated else None)
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
+@pytest.mark.parametrize("name", WEIGHT_FORMATS)
+def test_rotated(name: str, dtype: torch.dtype, device: torch.device) -> None:
+    """Blocks whose maximum is rotated into every place, ordinary ones, and those that hold Inf and NaN."""
+    size = FORMATS[name].block_size
+    x = torch.cat([edges(), torch.randn(100, 32), torch.eye(32) * 2.0**7]).to(dtype).to(device)
+    for mode in (FORMATS[name].scale_modes[0], None):
+        check(x, name, mode, rotation=size)
+    check(x[:64].t(), name, rotation=size, canonical_zero=True)
+    assert not torch.equal(quantize_blocks(x, FORMATS[name], rotation=size)[0], quantize_blocks(x, FORMATS[name])[0])
+
+
+def test_rotated_by_given_per_tensor_scales(device: torch.device) -> None:
+    x = torch.randn(3, 4, 48).to(device)
+    for value in (1.0, 0.001, 1e30):
+        check(x, "nvfp4", rotation=16, per_tensor_scale=torch.tensor(value, device=device))
+    check(x, "nvfp4", rotation=16, per_tensor_scale=torch.rand(3, 4, 1, device=device) * 1e-3)
+
+
+def test_programs_of_many_blocks(device: torch.device) -> None:
+    """The last program has blocks that are not there, and more than one is needed; an address that words cannot be
+    loaded from is none for this kernel.
+    """
+    x = torch.randn(1061, 32).bfloat16().to(device)
+    for name in WEIGHT_FORMATS:
+        check(x, name)
+    check(x.flatten()[1 : 1 + 64 * 32].view(64, 32), "mxfp4")
+    check(x.flatten()[1 : 1 + 64 * 32].view(64, 32), "mxfp4", rotation=32)
 
 
 @pytest.mark.parametrize("length", LENGTHS)

@@ -5,16 +5,22 @@ import torch
 from torch import Tensor
 
 from kernels.folded_rows import MXFP4, activations, decoded
-from mxquant.kernels.fold import fold_activation, fold_activation_torch, fold_bfloat16, fold_bfloat16_torch
+from mxquant.kernels.fold import (
+    fold_activation,
+    fold_activation_torch,
+    fold_bfloat16,
+    fold_bfloat16_torch,
+    fold_rotated,
+)
+from mxquant.kernels.rotate import rotate
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 MODES = MXFP4.scale_modes
 
 
-@pytest.mark.parametrize("permute", [False, True])
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("columns", [384, 416])
+@pytest.mark.parametrize("columns, permute", [(384, False), (384, True), (416, True)])
 def test_folded_rows_are_those_of_the_twin(columns: int, mode: str, permute: bool, device: torch.device) -> None:
     x = activations(device, columns)
     values, scales = fold_activation(x, mode, permute=permute)
@@ -24,6 +30,38 @@ def test_folded_rows_are_those_of_the_twin(columns: int, mode: str, permute: boo
     assert torch.equal(scales.cpu().isnan(), expected_scales.isnan())
     assert torch.equal(values.cpu()[fit].float(), expected[fit].float())
     assert torch.equal(scales.cpu()[fit], expected_scales[fit])
+
+
+@pytest.mark.parametrize("permute", [False, True])
+def test_rotated_rows_are_those_of_the_twin(permute: bool, device: torch.device) -> None:
+    x = activations(device)
+    values, scales, into = fold_rotated(x, "even", permute=permute)
+    expected, expected_scales = fold_activation_torch(x.cpu(), "even", permute=permute, rotated=True)
+    fit = ~expected_scales.isnan().squeeze(1)
+    assert fit.tolist() == [row not in (4, 5, 6) for row in range(9)]
+    assert torch.equal(values.cpu()[fit].float(), expected[fit].float())
+    assert torch.equal(scales.cpu().nan_to_num(), expected_scales.nan_to_num())
+    torch.testing.assert_close(into.cpu()[~fit], rotate(x.cpu(), 32).bfloat16()[~fit], rtol=0, atol=0, equal_nan=True)
+    # The control: without the rotation.
+    plain, _ = fold_activation_torch(x.cpu(), "even", permute=permute)
+    assert not torch.equal(values.cpu()[0].float(), plain[0].float())
+
+
+def test_rotated_rows_longer_than_a_program_holds(device: torch.device) -> None:
+    x = torch.randn(2, 16384 + 256).bfloat16().to(device)
+    x[1, :32] *= 2.0**-40
+    values, scales, into = fold_rotated(x, "even", permute=True)
+    expected, expected_scales = fold_activation_torch(x.cpu(), "even", permute=True, rotated=True)
+    assert torch.equal(values.cpu()[0].float(), expected[0].float())
+    assert torch.equal(scales.cpu().nan_to_num(), expected_scales.nan_to_num())
+    assert torch.equal(into.cpu()[1], rotate(x[1].cpu(), 32).bfloat16())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_rows_that_words_cannot_be_loaded_from(dtype: torch.dtype, device: torch.device) -> None:
+    x = torch.randn(3, 131).to(dtype).to(device)[:, 1:129]
+    values, scales = fold_activation(x, "even", permute=False)
+    assert torch.equal(values.cpu().double() * scales.cpu().double(), decoded(x))
 
 
 def test_rows_longer_than_a_program_holds(device: torch.device) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kernels.folded_rows import MXFP4
 from mxquant.formats import dequantize_blocks, quantize_blocks
+from mxquant.kernels.rotate import rotate
 from mxquant.kernels.tiled_grouped import multiply_groups
 from mxquant.kernels.tiled_matmul import multiply_few
 from mxquant.kernels.tiles import pack_tiles
@@ -53,6 +54,23 @@ def test_a_few_rows(rows: int, columns: int, mode: str | None, device: torch.dev
     without = multiply_few(x, *on_device, None, 128, mode, torch.float32)
     with pytest.raises(AssertionError):
         assert_product(without.cpu(), x64, w64, 100 * bias)
+
+
+def test_rows_rotated_on_the_way(device: torch.device) -> None:
+    """As rows rotated before: those that fold, and the last one, which is recomputed."""
+    tiles, _ = weight(64, 288)
+    on_device = [t.to(device) for t in tiles]
+    x, _ = activations(5, 288, "even")
+    x[-1, :32] *= 2.0**-60
+    y = multiply_few(x.to(device), *on_device, None, 64, "even", torch.float32, rotated=True)
+    before = rotate(x, 32).bfloat16().to(device)
+    assert torch.equal(y, multiply_few(before, *on_device, None, 64, "even", torch.float32))
+    assert not torch.equal(y, multiply_few(x.to(device), *on_device, None, 64, "even", torch.float32))
+    offsets = torch.tensor([2, 5], dtype=torch.int32, device=device)
+    stack = [torch.stack([t, t]) for t in on_device]
+    arguments = (*stack, None, offsets, None, 64, "even", torch.float32)
+    grouped = multiply_groups(x.to(device), *arguments, rotated=True)
+    assert torch.equal(grouped, multiply_groups(before, *arguments))
 
 
 @pytest.mark.parametrize("mode", ["even", None])
