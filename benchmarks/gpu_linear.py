@@ -5,7 +5,7 @@
 
 Each version is captured in a CUDA graph that runs over enough copies of its weight to leave nothing in the L2 cache,
 and replayed; activations are quantized inside. Medians of the replays, ratios to bf16, and the error of one output.
-At one row also the host's time for an eager call; then the quantizer against a copy. A peer that is not installed, or
+At one row also the host's time for an eager call; before all that, the quantizer against a copy. A peer that is not installed, or
 fails, is recorded with the reason. Needs a GPU.
 """
 
@@ -156,6 +156,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     method = "medians of CUDA graph replays; error: relative to the float32 product, in Frobenius norm"
     record = Record("gpu_linear", "time of a quantized linear on a GPU, bf16 inputs", method, PACKAGES)
     versions = [*OWN, *present(arguments.peers, record)]
+    for row in measure_quantizer(DEVICE):
+        record.results.append(row)
+        print(row, flush=True)
     preparing: defaultdict[str, float] = defaultdict(float)
     for shape in arguments.shapes:
         for row in measure(shape, arguments.rows, versions, preparing, arguments.patience):
@@ -163,9 +166,6 @@ def main(argv: Sequence[str] | None = None) -> None:
             outcome = row.get("failed") or f"{row['us']:9.1f} us  {row['times_bf16']:5.2f}x  error {row['error']:.1e}"
             print(f"{shape:>11} M={row['rows']:<5} {row['version']:22} {outcome}", flush=True)
         record.write()
-    for row in measure_quantizer(DEVICE):
-        record.results.append(row)
-        print(row, flush=True)
     print("seconds of building, compiling and tuning:", {name: round(s) for name, s in preparing.items()})
     check_goals(record)
     record.save()

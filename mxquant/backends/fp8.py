@@ -16,6 +16,7 @@ from torch import Tensor
 from mxquant.backends.base import Backend, Groups, Layout, Operand, Problem
 from mxquant.backends.tiles import (
     Tiles,
+    aligned,
     keeps_busy,
     multiply_few,
     multiply_groups,
@@ -54,7 +55,7 @@ class FP8(Backend):
         if rows == 0:
             return x.new_empty(0, problem.out_features)
         with torch.cuda.device_of(x):
-            return _multiply_many(*walkable(x, bias), weight, problem)
+            return _multiply_many(*walkable(x, bias), aligned(weight), problem)
 
     def grouped_matmul(
         self, x: Tensor, weights: Operand, bias: Tensor | None, groups: Groups, problem: Problem

@@ -74,6 +74,15 @@ def reject_shape(problem: Problem) -> str | None:
     return None
 
 
+def aligned(weight: Operand) -> Operand:
+    """The weight where kernels load it from, vectors at a time; a copy if it begins elsewhere, as a view of other memory
+    may: the compiler would split vectors that the decoder takes whole.
+    """
+    if (weight.qdata.data_ptr() | weight.scale.data_ptr()) % 16 == 0:
+        return weight
+    return weight.map(torch.clone)
+
+
 def walkable(x: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """Both as kernels take them, which walk along rows of x and along the bias; how far apart rows are is free."""
     return x if x.stride(-1) == 1 else x.contiguous(), None if bias is None else bias.contiguous()
@@ -85,6 +94,7 @@ def multiply_few(x: Tensor, weight: Operand, bias: Tensor | None, problem: Probl
     import mxquant.kernels.tiled_matmul as tiled
 
     n, mode = problem.out_features, problem.activation_scale_mode
+    weight = aligned(weight)
     x, bias = walkable(x, bias)
     return tiled.multiply_few(x, weight.qdata, weight.scale, bias, n, mode, problem.dtype, rotated=_rotated(problem))
 
@@ -102,6 +112,7 @@ def multiply_specialized(x: Tensor, weight: Operand, bias: Tensor | None, proble
 
     n, mode = problem.out_features, problem.activation_scale_mode
     with torch.cuda.device_of(x):
+        weight = aligned(weight)
         x, bias = walkable(x, bias)
         rotated = _rotated(problem)
         return tiled.multiply_many(x, weight.qdata, weight.scale, bias, n, mode, problem.dtype, rotated=rotated)
@@ -114,6 +125,7 @@ def multiply_groups(x: Tensor, weights: Operand, bias: Tensor | None, groups: Gr
     n, mode = problem.out_features, problem.activation_scale_mode
     if groups.count(x) == 0:
         return x.new_empty(0, n)
+    weights = aligned(weights)
     x, bias = walkable(x, bias)
     rotated = _rotated(problem)
     return tiled.multiply_groups(

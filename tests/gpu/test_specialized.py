@@ -3,6 +3,8 @@
 Backends choose it only where the result has work for most of a GPU, which takes larger weights than most tests need.
 """
 
+from typing import Any
+
 import pytest
 import torch
 from matmul_reference import DATA, activation64, assert_product, operands
@@ -122,9 +124,9 @@ def test_backends_choose_it_where_it_keeps_the_gpu_busy(
     used = []
     original = tiled_specialized.multiply_many
 
-    def noting(*arguments: object) -> Tensor:
-        used.append(arguments[0].shape[0])  # type: ignore[attr-defined]
-        return original(*arguments)  # type: ignore[arg-type]
+    def noting(x: Tensor, *arguments: Any, **options: Any) -> Tensor:
+        used.append(x.shape[0])
+        return original(x, *arguments, **options)
 
     monkeypatch.setattr(tiled_specialized, "multiply_many", noting)
     busy = 3 * torch.cuda.get_device_properties(device).multi_processor_count // 4 + 1
