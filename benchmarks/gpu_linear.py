@@ -5,8 +5,8 @@
 
 Each version is captured in a CUDA graph that runs over enough copies of its weight to leave nothing in the L2 cache,
 and replayed; activations are quantized inside. Medians of the replays, ratios to bf16, and the error of one output.
-At one row also the host's time for an eager call; before all that, the quantizer against a copy. A peer that is not installed, or
-fails, is recorded with the reason. Needs a GPU.
+At one row also the host's time for an eager call; before all that, the quantizer against a copy. A peer that is not
+installed, or fails, is recorded with the reason. Needs a GPU.
 """
 
 import argparse

@@ -75,8 +75,9 @@ def reject_shape(problem: Problem) -> str | None:
 
 
 def aligned(weight: Operand) -> Operand:
-    """The weight where kernels load it from, vectors at a time; a copy if it begins elsewhere, as a view of other memory
-    may: the compiler would split vectors that the decoder takes whole.
+    """The weight where kernels load vectors from; a copy if it begins elsewhere, as a view of other memory may.
+
+    For other addresses the compiler would split the vectors, which the decoder takes whole.
     """
     if (weight.qdata.data_ptr() | weight.scale.data_ptr()) % 16 == 0:
         return weight
