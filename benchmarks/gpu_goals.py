@@ -66,5 +66,7 @@ def check_quantizer(record: Record) -> None:
             record.goal(f"{what}, us", row["us"], at_most=4)
         if row["rows"] * row["columns"] >= 16_000_000:
             record.goal(f"{what}, of a copy's rate", row["of_copy"], at_least=0.85)
+            if "rotated_us" in row:
+                record.goal(f"{what}, rotated, times as long", row["rotated_us"] / row["us"], at_most=1.15)
         if "torchao_us" in row:
             record.goal(f"{what}, times torchao compiled", row["torchao_us"] / row["us"], at_least=1.0)

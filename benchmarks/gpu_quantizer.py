@@ -19,7 +19,7 @@ COLUMNS = 8192
 ROWS = (1, 16, 2048, 8192)
 # Few rows come from the cache, as they do in a model.
 MOST_INPUTS = 100
-FORMATS = {"mxfp4": torch.float4_e2m1fn_x2, "mxfp6_e2m3": None, "mxfp8_e4m3": torch.float8_e4m3fn}
+FORMATS = {"mxfp4": torch.float4_e2m1fn_x2, "mxfp6_e2m3": None, "mxfp8_e4m3": torch.float8_e4m3fn, "nvfp4": None}
 """The formats measured, with torchao's name of those that it compiles."""
 
 compiled_to_mx = torch.compile(to_mx, dynamic=False, fullgraph=True)
@@ -37,6 +37,9 @@ def measure_quantizer(device: str) -> Iterator[dict[str, Any]]:
             rate = (x.nbytes + quantize(x, name).nbytes) / taken
             row = {"quantize": name, "rows": rows, "columns": COLUMNS, "us": round(taken, 2)}
             row |= {"tb_s": round(rate / 1e6, 3), "of_copy": round(rate / copied, 3)}
+            if name != "nvfp4":  # whose per-tensor scale is of rotated values: they are made first
+                rotated = each(partial(quantize, format=name, rotation=32), inputs)
+                row |= {"rotated_us": round(rotated, 2)}
             yield row if element is None else row | torchao(element, inputs)
 
 

@@ -58,8 +58,8 @@ Measured on weights of 28672 x 8192 with Nsight Compute, and by leaving parts of
   isn't what it waits for. Clusters of programs that share copies would not help; decoding ahead of the product would,
   but its registers are taken (240 of each thread).
 - More rows of W4A4: writing the expanded weight takes 105 us whatever the rows (the L2 cache's writes are at 80% of
-  their peak), the rest is cuBLAS's FP8 product with promoted sums. At 8,192 rows folding the activations takes 90 us.
-- The quantizer: instructions, not memory. An eager call: the host ([host](#host)).
+  their peak); the rest is cuBLAS's FP8 product with promoted sums.
+- The quantizer: memory; NVFP4's, which divides, instructions. An eager call: the host ([host](#host)).
 """
 
 UNMEASURED = """\
@@ -137,9 +137,9 @@ def quantizer(results: list[dict[str, Any]]) -> Iterator[str]:
     body = []
     for row in (row for row in results if "quantize" in row):
         size, taken = f"{row['rows']:,} x {row['columns']:,}", f"{row['us']:,.1f}" if "us" in row else ""
-        torchao = f"{row['torchao_us']:,.1f}" if "torchao_us" in row else ""
-        body.append([f"`{row['quantize']}`", size, taken, f"{row['tb_s']:.2f}", f"{row['of_copy']:.0%}", torchao])
-    yield from table(["format", "size", "us", "TB/s", "of a copy", "torchao us"], body)
+        others = [f"{row[name]:,.1f}" if name in row else "" for name in ("rotated_us", "torchao_us")]
+        body.append([f"`{row['quantize']}`", size, taken, f"{row['tb_s']:.2f}", f"{row['of_copy']:.0%}", *others])
+    yield from table(["format", "size", "us", "TB/s", "of a copy", "rotated us", "torchao us"], body)
 
 
 def goals(goals: list[dict[str, Any]]) -> Iterator[str]:

@@ -131,7 +131,7 @@ def test_the_quantizer_is_measured_where_torchao_fails(load: Any, monkeypatch: p
     monkeypatch.setattr(quantizer, "COLUMNS", 64)
     monkeypatch.setattr(quantizer, "compiled_to_mx", fail)
     monkeypatch.setattr(quantizer, "graph_microseconds", lambda run, calls: float(bool(run())))
-    mxfp4, mxfp6, _ = quantizer.measure_quantizer("cpu")
+    mxfp4, mxfp6, _, nvfp4 = quantizer.measure_quantizer("cpu")
     # 256 bytes read, 64 of codes and 4 of scales written; a copy moves 512.
     assert mxfp4 == {
         "quantize": "mxfp4",
@@ -140,9 +140,11 @@ def test_the_quantizer_is_measured_where_torchao_fails(load: Any, monkeypatch: p
         "us": 1.0,
         "tb_s": 0.0,
         "of_copy": 0.633,
+        "rotated_us": 1.0,
         "torchao_failed": "NotImplementedError: no such dtype",
     }
     assert mxfp6.keys() == mxfp4.keys() - {"torchao_failed"}
+    assert nvfp4.keys() == mxfp6.keys() - {"rotated_us"}
 
 
 # Goals
