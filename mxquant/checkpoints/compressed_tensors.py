@@ -43,6 +43,7 @@ _NAMES = {
 }
 # `compressors/mx_utils.py` rounds every MX scale as for an E2M1 element.
 _ACTIVATION_MODES = {"mxfp4": "even", "mxfp6_e2m3": "even", "mxfp8_e4m3": "even_fp4", "nvfp4": "even"}
+_LINEAR = "Linear"
 _KV_SCALES = (".k_scale", ".v_scale", ".q_scale")
 
 
@@ -122,7 +123,7 @@ class CompressedTensors:
         groups = {
             f"group_{i}": {
                 "format": _NAMES[fmt],
-                "targets": ["Linear"] if len(schemes) == 1 else modules,
+                "targets": [_LINEAR] if len(schemes) == 1 else modules,
                 "weights": _arguments(fmt, False),
                 "input_activations": _arguments(fmt, "local" if fmt == "nvfp4" else True) if quantized else None,
                 "output_activations": None,
@@ -162,14 +163,25 @@ def _groups(config: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _group_of(module: str, groups: list[dict[str, Any]]) -> dict[str, Any]:
-    """The group that names the module; else the first whose target is a class, as "Linear" is."""
+    """The group that names the module; else the first for all linear layers.
+
+    Which classes a model's modules have, the files do not say: another target without a dot, such as "lm_head", may be
+    a module of the top as well, and stands for nothing but that.
+
+    Raises:
+        ValueError: there is none.
+    """
     for group in groups:
         if any(matches(target, module) for target in group["targets"]):
             return group
     for group in groups:
-        if any("." not in target and not target.startswith("re:") for target in group["targets"]):
+        if _LINEAR in group["targets"]:
             return group
-    raise ValueError(f"{module} is quantized, but no group of the config has it among its targets")
+    targets = [target for group in groups for target in group["targets"]]
+    raise ValueError(
+        f"{module} is quantized, but is not among the targets of any group: {targets}; read are names of modules, "
+        f"re:... and the class {_LINEAR}"
+    )
 
 
 def _modules(checkpoint: Checkpoint) -> Iterator[str]:

@@ -202,6 +202,26 @@ def test_groups_by_name_go_before_groups_by_class(tmp_path: Path) -> None:
     assert state["model.layers.1.self_attn.q_proj.weight"].activation is None
 
 
+def test_a_group_for_one_module_is_not_one_for_a_class(tmp_path: Path) -> None:
+    """ "lm_head" has no dot, as "Linear" has none; it comes first, and no other module has its scheme."""
+    activations = {"num_bits": 4, "type": "float", "group_size": 32, "dynamic": True}
+
+    def edit(config: dict) -> None:
+        everything = config["config_groups"]["group_0"]
+        named = everything | {"input_activations": activations, "targets": ["lm_head"]}
+        config["config_groups"] = {"group_0": named, "group_1": everything}
+
+    state = load_state(edited("ct_mxfp4a16_llama", tmp_path, edit))
+    assert state["model.layers.0.self_attn.q_proj.weight"].activation is None
+
+    def only_the_head(config: dict) -> None:
+        edit(config)
+        del config["config_groups"]["group_1"]
+
+    with pytest.raises(ValueError, match=r"not among the targets of any group: \['lm_head'\]"):
+        load_state(edited("ct_mxfp4a16_llama", tmp_path, only_the_head))
+
+
 def test_quarks_layer_configs_are_globs(tmp_path: Path) -> None:
     def edit(config: dict) -> None:
         weight_only = config["global_quant_config"] | {"input_tensors": None}
