@@ -193,6 +193,8 @@ def _modules(checkpoint: Checkpoint) -> Iterator[str]:
 
 
 def _stored(module: str, group: Mapping[str, Any], checkpoint: Checkpoint) -> Stored:
+    if (outputs := group.get("output_activations")) is not None:
+        raise NotImplementedError(f"{module}: output_activations {outputs!r}: outputs are not quantized here")
     fmt = _format_of(module, group.get("weights"))
     arguments = group.get("input_activations")
     activation, static = None, None

@@ -268,12 +268,32 @@ def test_a_static_scale_of_activations_that_are_not_quantized_is_noticed(tmp_pat
     [
         ("ct_mxfp4a16_llama", lambda c: c["config_groups"]["group_0"]["weights"].update(num_bits=3), "num_bits"),
         ("ct_mxfp4a16_llama", lambda c: c.update(transform_config={"config_groups": {"u": {}}}), "transform_config"),
+        ("ct_mxfp4a16_llama", lambda c: c["config_groups"]["group_0"].update(output_activations={}), "output_activ"),
         ("ct_mxfp4a16_llama", lambda c: c.update(quant_method="awq"), "'awq'"),
         ("quark_mxfp4_w4a4_llama", lambda c: c["global_quant_config"]["weight"].update(dtype="int4"), "int4"),
         ("quark_mxfp4_w4a4_llama", lambda c: c["global_quant_config"]["weight"].update(group_size=64), "group"),
+        ("quark_mxfp4_w4a4_llama", lambda c: c["global_quant_config"].update(output_tensors={}), "output_tensors"),
+        ("quark_mxfp4_w4a4_llama", lambda c: c.update(algo_config=[{"name": "rotation", "r4": True}]), "'rotation'"),
+        ("quark_mxfp4_w4a4_llama", lambda c: c.update(algo_config={"name": "svdquant"}), "'svdquant'"),
+        ("quark_mxfp4_w4a4_llama", lambda c: c.update(softmax_quant_spec={}), "softmax"),
         ("modelopt_nvfp4_llama", lambda c: c.update(quant_algo="FP8"), "'FP8'"),
     ],
 )
 def test_a_scheme_that_is_not_computed_is_refused(name: str, edit, named: str, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     with pytest.raises(NotImplementedError, match=named):
         load_state(edited(name, tmp_path, edit))
+
+
+def test_what_changes_no_number_is_read(tmp_path: Path) -> None:
+    """Algorithms that are folded into the weights, and outputs of keys and values, which are the cache."""
+    name = "quark_mxfp4_w4a4_llama"
+
+    def edit(config: dict) -> None:
+        outputs = config["global_quant_config"] | {"output_tensors": {"dtype": "fp8_e4m3"}}
+        config["layer_quant_config"] = {"*k_proj": outputs, "*v_proj": outputs}
+        config["kv_cache_quant_config"] = {"*k_proj": outputs}
+        config["export"]["kv_cache_group"] = ["*k_proj", "*v_proj"]
+        config["algo_config"] = [{"name": "autosmoothquant"}, {"name": "gptq", "damp_percent": 0.01}]
+
+    state, expected = (load_state(p) for p in (edited(name, tmp_path, edit), folder(name)))
+    assert state.keys() == expected.keys()
