@@ -91,7 +91,7 @@ class CompressedTensors:
         multiplier = one_scale(self.name, name, weight, canonical.per_tensor_scale)
         assert multiplier is not None
         part = f"{module}.weight_global_scale"
-        tensors[part] = self._weight_divisor(name, canonical, multiplier, known.get(part))
+        tensors[part] = self._exact_divisor(name, canonical, "per-tensor", multiplier, known.get(part))
         if weight.activation is not None:
             static = one_scale(self.name, name, weight, canonical.activation_scale)
             if static is None:
@@ -103,17 +103,23 @@ class CompressedTensors:
                     "make it weight-only (activation=None), or save as 'mxquant'",
                 )
             part = f"{module}.input_global_scale"
-            tensors[part] = _divisor(static, known.get(part))
+            tensors[part] = self._exact_divisor(name, canonical, "activations'", static, known.get(part))
         return tensors
 
-    def _weight_divisor(self, name: str, weight: MXTensor, multiplier: Tensor, known: Tensor | None) -> Tensor:
-        """Refused where the weight would have other values under the nearest divisor."""
+    def _exact_divisor(
+        self, name: str, weight: MXTensor, kind: str, multiplier: Tensor, known: Tensor | None
+    ) -> Tensor:
+        """Refused where no number stands for the multiplier: the weight would have other values."""
         divisor = _divisor(multiplier, known)
         if not torch.equal(1 / divisor.reshape(()), multiplier):
-            read = weight.rewrap(weight.operand._replace(per_tensor_scale=1 / divisor.reshape(())))
-            if not torch.equal(read.dequantize(), weight.dequantize()):
-                lost = f"the last bit of its per-tensor scale {multiplier.item()!r}, which no fp32 divisor stands for,"
-                refuse(self.name, name, weight, lost, "save as 'modelopt', which stores multipliers, or as 'mxquant'")
+            refuse(
+                self.name,
+                name,
+                weight,
+                f"the last bit of its {kind} scale {multiplier.item()!r}, which no fp32 divisor stands for,",
+                "save as 'modelopt', which stores multipliers, or as 'mxquant', or quantize the plain checkpoint for "
+                "compressed-tensors from disk (python -m mxquant quantize), which chooses another scale",
+            )
         return divisor
 
     def config(self, weights: Mapping[str, MXTensor], ordinary: Iterable[str]) -> dict[str, dict[str, Any]]:
@@ -141,6 +147,15 @@ class CompressedTensors:
                 "kv_cache_scheme": None,
             }
         }
+
+
+def with_divisor(weight: MXTensor) -> MXTensor:
+    """The weight with the per-tensor scale nearest to its own that is the reciprocal of an fp32 number, at most one bit
+    away; codes and block scales are the same. For a weight that is quantized for these files, before it has values that
+    anybody relies on.
+    """
+    scale = weight.operand.per_tensor_scale
+    return weight if scale is None else weight.rewrap(weight.operand._replace(per_tensor_scale=1 / (1 / scale)))
 
 
 def _divisor(multiplier: Tensor, known: Tensor | None) -> Tensor:
