@@ -76,6 +76,25 @@ def test_quantize_as_another_producer(model: str, producer: str, tmp_path: Path)
     assert configs[0]["quantization_config"] == configs[1]["quantization_config"]
 
 
+def test_nvfp4_for_compressed_tensors_has_scales_with_divisors(tmp_path: Path) -> None:
+    """The model's codes and block scales; per-tensor scales at most one bit off, some of them."""
+    torch.manual_seed(0)
+    MODELS["llama"]().to(torch.bfloat16).save_pretrained(llama := tmp_path / "source")
+    options = ("--format", "nvfp4", "--activation", "none", "--as", "compressed-tensors")
+    assert run("quantize", llama, tmp_path / "out", *options) == 0
+    expected = AutoModelForCausalLM.from_pretrained(llama)
+    quantize_(expected, {"weight": "nvfp4", "activation": None})
+    loaded, changed = from_pretrained(tmp_path / "out"), 0
+    for name, weight in expected.named_parameters():
+        if isinstance(weight, MXTensor):
+            other = loaded.get_parameter(name)
+            assert torch.equal(other.qdata, weight.qdata)
+            assert torch.equal(other.scale, weight.scale)
+            torch.testing.assert_close(other.per_tensor_scale, weight.per_tensor_scale, rtol=2**-23, atol=0)
+            changed += int(not torch.equal(other.per_tensor_scale, weight.per_tensor_scale))
+    assert changed  # else the test would pass without the choice
+
+
 def test_gpt_oss_as_gpt_oss(tmp_path: Path) -> None:
     MODELS["gpt_oss"]().to(torch.bfloat16).save_pretrained(tmp_path / "source")
     (tmp_path / "config.json").write_text('{"moe": {"weight": "mxfp4", "activation": null}}')

@@ -43,6 +43,7 @@ _NAMES = {
 }
 # `compressors/mx_utils.py` rounds every MX scale as for an E2M1 element.
 _ACTIVATION_MODES = {"mxfp4": "even", "mxfp6_e2m3": "even", "mxfp8_e4m3": "even_fp4", "nvfp4": "even"}
+_LINEAR = "Linear"
 _KV_SCALES = (".k_scale", ".v_scale", ".q_scale")
 
 
@@ -90,7 +91,7 @@ class CompressedTensors:
         multiplier = one_scale(self.name, name, weight, canonical.per_tensor_scale)
         assert multiplier is not None
         part = f"{module}.weight_global_scale"
-        tensors[part] = self._weight_divisor(name, canonical, multiplier, known.get(part))
+        tensors[part] = self._exact_divisor(name, canonical, "per-tensor", multiplier, known.get(part))
         if weight.activation is not None:
             static = one_scale(self.name, name, weight, canonical.activation_scale)
             if static is None:
@@ -102,17 +103,23 @@ class CompressedTensors:
                     "make it weight-only (activation=None), or save as 'mxquant'",
                 )
             part = f"{module}.input_global_scale"
-            tensors[part] = _divisor(static, known.get(part))
+            tensors[part] = self._exact_divisor(name, canonical, "activations'", static, known.get(part))
         return tensors
 
-    def _weight_divisor(self, name: str, weight: MXTensor, multiplier: Tensor, known: Tensor | None) -> Tensor:
-        """Refused where the weight would have other values under the nearest divisor."""
+    def _exact_divisor(
+        self, name: str, weight: MXTensor, kind: str, multiplier: Tensor, known: Tensor | None
+    ) -> Tensor:
+        """Refused where no number stands for the multiplier: the weight would have other values."""
         divisor = _divisor(multiplier, known)
         if not torch.equal(1 / divisor.reshape(()), multiplier):
-            read = weight.rewrap(weight.operand._replace(per_tensor_scale=1 / divisor.reshape(())))
-            if not torch.equal(read.dequantize(), weight.dequantize()):
-                lost = f"the last bit of its per-tensor scale {multiplier.item()!r}, which no fp32 divisor stands for,"
-                refuse(self.name, name, weight, lost, "save as 'modelopt', which stores multipliers, or as 'mxquant'")
+            refuse(
+                self.name,
+                name,
+                weight,
+                f"the last bit of its {kind} scale {multiplier.item()!r}, which no fp32 divisor stands for,",
+                "save as 'modelopt', which stores multipliers, or as 'mxquant', or quantize the plain checkpoint for "
+                "compressed-tensors from disk (python -m mxquant quantize), which chooses another scale",
+            )
         return divisor
 
     def config(self, weights: Mapping[str, MXTensor], ordinary: Iterable[str]) -> dict[str, dict[str, Any]]:
@@ -122,7 +129,7 @@ class CompressedTensors:
         groups = {
             f"group_{i}": {
                 "format": _NAMES[fmt],
-                "targets": ["Linear"] if len(schemes) == 1 else modules,
+                "targets": [_LINEAR] if len(schemes) == 1 else modules,
                 "weights": _arguments(fmt, False),
                 "input_activations": _arguments(fmt, "local" if fmt == "nvfp4" else True) if quantized else None,
                 "output_activations": None,
@@ -140,6 +147,15 @@ class CompressedTensors:
                 "kv_cache_scheme": None,
             }
         }
+
+
+def with_divisor(weight: MXTensor) -> MXTensor:
+    """The weight with the per-tensor scale nearest to its own that is the reciprocal of an fp32 number, at most one bit
+    away; codes and block scales are the same. For a weight that is quantized for these files, before it has values that
+    anybody relies on.
+    """
+    scale = weight.operand.per_tensor_scale
+    return weight if scale is None else weight.rewrap(weight.operand._replace(per_tensor_scale=1 / (1 / scale)))
 
 
 def _divisor(multiplier: Tensor, known: Tensor | None) -> Tensor:
@@ -162,14 +178,25 @@ def _groups(config: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _group_of(module: str, groups: list[dict[str, Any]]) -> dict[str, Any]:
-    """The group that names the module; else the first whose target is a class, as "Linear" is."""
+    """The group that names the module; else the first for all linear layers.
+
+    Which classes a model's modules have, the files do not say: another target without a dot, such as "lm_head", may be
+    a module of the top as well, and stands for nothing but that.
+
+    Raises:
+        ValueError: there is none.
+    """
     for group in groups:
         if any(matches(target, module) for target in group["targets"]):
             return group
     for group in groups:
-        if any("." not in target and not target.startswith("re:") for target in group["targets"]):
+        if _LINEAR in group["targets"]:
             return group
-    raise ValueError(f"{module} is quantized, but no group of the config has it among its targets")
+    targets = [target for group in groups for target in group["targets"]]
+    raise ValueError(
+        f"{module} is quantized, but is not among the targets of any group: {targets}; read are names of modules, "
+        f"re:... and the class {_LINEAR}"
+    )
 
 
 def _modules(checkpoint: Checkpoint) -> Iterator[str]:
@@ -181,6 +208,8 @@ def _modules(checkpoint: Checkpoint) -> Iterator[str]:
 
 
 def _stored(module: str, group: Mapping[str, Any], checkpoint: Checkpoint) -> Stored:
+    if (outputs := group.get("output_activations")) is not None:
+        raise NotImplementedError(f"{module}: output_activations {outputs!r}: outputs are not quantized here")
     fmt = _format_of(module, group.get("weights"))
     arguments = group.get("input_activations")
     activation, static = None, None

@@ -38,6 +38,10 @@ _SAME = (
     *("num_hidden_layers", "vocab_size", "hidden_size", "intermediate_size", "swiglu_limit", "head_dim"),
     *("num_attention_heads", "num_key_value_heads", "sliding_window"),
 )
+_REALS = ("swiglu_limit", "rope_theta", "rope_scaling_factor", "rope_ntk_alpha", "rope_ntk_beta")
+_MOST_INTEGER, _MOST_REAL = 2**20 - 1, 10**12
+"""Far above any model's, and low enough that no product of sizes overflows."""
+_BLOCK = re.compile(r"block\.(\d+)\.")
 _RENAMED = {"num_experts": "num_local_experts", "experts_per_token": "num_experts_per_tok"}
 _ROPE = ("rope_theta", "rope_scaling_factor", "rope_ntk_alpha", "rope_ntk_beta", "initial_context_length")
 
@@ -46,7 +50,7 @@ def as_in_transformers(checkpoint: Checkpoint, stored: Iterable[Stored]) -> Mode
     """The checkpoint by transformers' names.
 
     Raises:
-        ValueError: config.json lacks a word, or has no number for one.
+        ValueError: config.json lacks a word, or has no number for one that a model can have.
         NotImplementedError: it has one that gpt-oss does not.
     """
     config = checkpoint.config
@@ -62,6 +66,7 @@ def as_in_transformers(checkpoint: Checkpoint, stored: Iterable[Stored]) -> Mode
         )
     if wrong := {word: value for word, value in config.items() if type(value) not in (int, float)}:
         raise ValueError(f"config.json of {checkpoint.path} has no numbers for {wrong}; get it anew")
+    _check_numbers(checkpoint)
     quantized = [dataclasses.replace(weight, name=_renamed(weight.name), axis=-2) for weight in stored]
     parts = {part for weight in quantized for part in weight.parts}
     ordinary: dict[str, Rows] = {}
@@ -69,6 +74,27 @@ def as_in_transformers(checkpoint: Checkpoint, stored: Iterable[Stored]) -> Mode
         if name not in parts:
             ordinary |= _split(name, config)
     return ModelLayout(_transformers_config(config), quantized, ordinary)
+
+
+def _check_numbers(checkpoint: Checkpoint) -> None:
+    """Refuse numbers that no model has, before one is built of them: a config comes from anybody."""
+    config, where = checkpoint.config, f"config.json of {checkpoint.path}"
+    for word, value in config.items():
+        if word not in _REALS and not (type(value) is int and 1 <= value <= _MOST_INTEGER):
+            raise ValueError(f"{where} has {word} {value!r}; it is an integer from 1 to {_MOST_INTEGER:,}; get it anew")
+        least = 1 if word == "rope_theta" else 0  # frequencies are divided by its logarithm
+        if word in _REALS and not least < value <= _MOST_REAL:
+            raise ValueError(
+                f"{where} has {word} {value!r}; it is above {least} and at most {_MOST_REAL:,}; get it anew"
+            )
+    blocks = {int(found[1]) for name in checkpoint.tensors if (found := _BLOCK.match(name)) is not None}
+    layers, experts, heads = (config[word] for word in ("num_hidden_layers", "num_experts", "num_attention_heads"))
+    if len(blocks) != layers or max(blocks) != layers - 1:
+        raise ValueError(f"{where} has num_hidden_layers {layers}; the tensors are of {len(blocks)} layers")
+    if (used := config["experts_per_token"]) > experts:
+        raise ValueError(f"{where} has experts_per_token {used}, more than num_experts {experts}; get it anew")
+    if heads % (shared := config["num_key_value_heads"]):
+        raise ValueError(f"{where} has num_attention_heads {heads}, no multiple of num_key_value_heads {shared}")
 
 
 def _renamed(name: str) -> str:
@@ -106,6 +132,6 @@ def _transformers_config(config: Mapping[str, Any]) -> dict[str, Any]:
         "architectures": ["GptOssForCausalLM"],
         "rope_parameters": rope,
         "max_position_embeddings": int(context * max(1, factor)),
-        **{word: config[word] for word in _SAME},
+        **{word: float(config[word]) if word in _REALS else config[word] for word in _SAME},
         **{ours: config[theirs] for theirs, ours in _RENAMED.items()},
     }

@@ -38,6 +38,8 @@ from mxquant.checkpoints.quark_schemes import DTYPES, MODES, Scheme, read_scheme
 from mxquant.checkpoints.stored import Stored
 from mxquant.tensor import MXTensor
 
+_FOLDED = ("smooth", "autosmoothquant", "awq", "gptq", "gptaq", "autoround", "qronos")
+"""Algorithms that are done when the weights are stored; rotations and SVDQuant compute on in each call."""
 _KV_SCALES = (".k_scale", ".v_scale", ".output_scale")
 
 
@@ -53,6 +55,7 @@ class Quark:
         packing = (config.get("export") or {}).get("pack_method", "reorder")
         if packing != "reorder" and any(info.dtype == "I32" for info in checkpoint.tensors.values()):
             raise NotImplementedError(f"pack_method {packing!r} is not read; export with 'reorder'")
+        _check_algorithms(config)
         stored = [_stored(module, config) for module in modules_of_bytes(checkpoint)]
         return Reading(stored, kv_cache_scales(checkpoint, _KV_SCALES))
 
@@ -129,8 +132,31 @@ class Quark:
         }
 
 
+def _check_algorithms(config: Mapping[str, Any]) -> None:
+    """Refuse what the numbers of a model depend on beside the stored tensors."""
+    given = config.get("algo_config") or []
+    for algorithm in given if isinstance(given, list) else [given]:
+        if not isinstance(algorithm, dict) or algorithm.get("name") not in _FOLDED:
+            raise NotImplementedError(
+                f"algo_config {algorithm!r} is not computed here; read are {', '.join(_FOLDED)}, which are folded into "
+                "the weights"
+            )
+    if (softmax := config.get("softmax_quant_spec")) is not None:
+        raise NotImplementedError(f"softmax_quant_spec {softmax!r}: attention's softmax is not quantized here")
+
+
+def _check_outputs(module: str, layer: Mapping[str, Any], config: Mapping[str, Any]) -> None:
+    """Refuse quantized outputs, but of keys and values: these are the cache, whose scales are left out and reported."""
+    outputs = layer.get("output_tensors")
+    cached = [*(config.get("kv_cache_quant_config") or {}), *((config.get("export") or {}).get("kv_cache_group") or [])]
+    if outputs is not None and not any(matches(pattern, module) for pattern in cached):
+        raise NotImplementedError(f"{module}: output_tensors {outputs!r}: outputs are not quantized here")
+
+
 def _stored(module: str, config: Mapping[str, Any]) -> Stored:
-    scheme = read_scheme(module, _layer_of(module, config))
+    layer = _layer_of(module, config)
+    _check_outputs(module, layer, config)
+    scheme = read_scheme(module, layer)
     return Stored(
         name=f"{module}.weight",
         format=scheme.format,

@@ -19,7 +19,7 @@ DTYPES = {fmt: dtype for dtype, fmt in FORMATS.items()}
 MODES = ("even", "floor", "ceil")
 _ACCEPTED = (
     f"{', '.join(FORMATS)} per group of 32 with E8M0 scales, static for weights and dynamic for activations, fp4 per "
-    "group of 16 with FP8 scales (NVFP4), and static fp8_e4m3 per tensor for activations"
+    "group of 16 with FP8 scales (NVFP4), both along the last axis, and static fp8_e4m3 per tensor for activations"
 )
 
 
@@ -47,6 +47,11 @@ def read_scheme(module: str, layer: Mapping[str, Any]) -> Scheme:
     inputs = layer.get("input_tensors")
     if inputs is None:
         return Scheme(fmt)
+    for spec in inputs if isinstance(inputs, list) else [inputs]:
+        if isinstance(spec, dict) and spec.get("round_method") not in (None, "half_even"):
+            raise NotImplementedError(
+                f"{module}: round_method {spec['round_method']!r} of input_tensors is not computed; 'half_even' is"
+            )
     if _is_fp8(inputs, is_scale_quant=False):
         return Scheme(fmt, "fp8_e4m3")
     activation, mode = _format_of(module, "input_tensors", inputs, dynamic=True)
@@ -88,6 +93,8 @@ def _format_of(module: str, what: str, spec: Any, *, dynamic: bool) -> tuple[str
 
 def _is_per_group(spec: Any, size: int, scale_format: str, dynamic: bool) -> bool:
     if not isinstance(spec, dict):
+        return False
+    if spec.get("ch_axis", -1) not in ((-1,) if dynamic else (-1, 1)):  # a weight has two axes, activations any number
         return False
     found = (spec.get("qscheme"), spec.get("group_size"), spec.get("scale_format"), bool(spec.get("is_dynamic")))
     return found == ("per_group", size, scale_format, dynamic)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -14,67 +15,89 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mxquant.checkpoints.files import INDEX, WEIGHTS
+from mxquant.checkpoints.exchange import put_in_place, recover
+from mxquant.checkpoints.files import INDEX, WEIGHTS, json_of
 from mxquant.tensor import MXTensor
 from mxquant.tensor.metadata import VERSION
 from mxquant.tensor.state import METADATA_KEY
 
 MAX_SHARD_BYTES = 5 * 10**9
+_WEIGHTS = re.compile(r"model(-+\d+-of-\d+)?\.safetensors")
+"""The names that checkpoints give their files of weights; an index may list others."""
 
 
 @contextlib.contextmanager
 def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
     """A new folder to write into, which becomes `path` if the block ends well, and is removed if it does not.
 
-    A folder that is there already is replaced as a whole; files in it that are no weights, such as a tokenizer's, are
-    kept. Until the new one is complete, the old one is untouched.
+    A folder that is there already is replaced as a whole; files in it that are no weights of a checkpoint, such as a
+    tokenizer's or an adapter's, are kept, links as links. Until the new one is complete, the old one is untouched.
 
     Raises:
-        FileExistsError: `path` is a file, or a folder with folders of its own.
+        FileExistsError: `path` is a file, the current folder, a mount point, or a folder with folders of its own.
+        OSError: the new folder is complete and cannot take its place; the message says where it is left.
     """
     target = Path(os.path.realpath(path))  # a link stays one, and what it leads to is replaced
-    if target.exists() and not target.is_dir():
-        raise FileExistsError(f"{target} is a file; name a folder to write the checkpoint to")
-    if nested := [entry.name for entry in target.iterdir() if entry.is_dir()] if target.exists() else []:
-        raise FileExistsError(f"{target} has folders of its own ({nested[0]}) and is not replaced; name a new one")
+    _check_replaceable(target)
+    recover(target)
     target.parent.mkdir(parents=True, exist_ok=True)
     fresh = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".part", dir=target.parent))
+    is_complete = False
     try:
         fresh.chmod(0o777 & ~_umask())
         yield fresh
+        _sync(fresh)
+        is_complete = True
         _keep_others(target, fresh)
-        _put_in_place(fresh, target)
-    finally:
+        put_in_place(fresh, target)
+    except OSError as error:
+        if not is_complete:
+            shutil.rmtree(fresh, ignore_errors=True)
+            raise
+        left = f"{target} cannot be replaced ({error.strerror}); the new checkpoint is complete in {fresh}"
+        raise OSError(error.errno, left) from error
+    except BaseException:
         shutil.rmtree(fresh, ignore_errors=True)
+        raise
+
+
+def _check_replaceable(target: Path) -> None:
+    if not target.exists():
+        return
+    if not target.is_dir():
+        raise FileExistsError(f"{target} is a file; name a folder to write the checkpoint to")
+    if target.samefile("."):
+        raise FileExistsError(f"{target} is the current folder and is not replaced; name another one, or one in it")
+    if target.is_mount():
+        raise FileExistsError(f"{target} is a mount point, which cannot be replaced; name a folder in it")
+    if nested := [entry.name for entry in target.iterdir() if entry.is_dir()]:
+        raise FileExistsError(f"{target} has folders of its own ({nested[0]}) and is not replaced; name a new one")
 
 
 def _keep_others(old: Path, fresh: Path) -> None:
     if not old.is_dir():
         return
+    weights = {INDEX, "hf_quant_config.json", *_listed(old)}
     for file in old.iterdir():
-        is_weights = (
-            file.name.endswith((".safetensors", ".safetensors.index.json")) or file.name == "hf_quant_config.json"
-        )
-        if file.is_file() and not is_weights and not (fresh / file.name).exists():
-            shutil.copy2(file, fresh / file.name)
+        is_weights = _WEIGHTS.fullmatch(file.name) or file.name in weights
+        written = fresh / file.name
+        if (file.is_file() or file.is_symlink()) and not is_weights and not written.exists():
+            shutil.copy2(file, written, follow_symlinks=False)
 
 
-def _put_in_place(fresh: Path, target: Path) -> None:
-    for file in fresh.iterdir():
+def _listed(old: Path) -> set[str]:
+    """The files of weights in the index of a folder; none of a damaged one, which is replaced like any other."""
+    with contextlib.suppress(ValueError):
+        weight_map = (json_of(old / INDEX) or {}).get("weight_map")
+        if isinstance(weight_map, dict):
+            return {name for name in map(str, weight_map.values()) if name.endswith(".safetensors")}
+    return set()
+
+
+def _sync(folder: Path) -> None:
+    for file in folder.iterdir():
         with file.open("rb+") as handle:
             os.fsync(handle.fileno())
-    if not target.exists():
-        fresh.rename(target)
-        return
-    old = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".old", dir=target.parent))
-    target.rename(old / target.name)
-    try:
-        fresh.rename(target)
-    except BaseException:
-        (old / target.name).rename(target)
-        raise
-    finally:
-        shutil.rmtree(old, ignore_errors=True)
 
 
 def _umask() -> int:

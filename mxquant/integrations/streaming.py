@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mxquant.checkpoints.compressed_tensors import with_divisor
 from mxquant.checkpoints.files import Reader, json_of
 from mxquant.checkpoints.load import Content, read_content
 from mxquant.checkpoints.producer import Producer, module_of
@@ -52,8 +53,9 @@ def quantize_checkpoint(
 ) -> Quantized:
     """Quantize an unquantized transformers checkpoint into another folder.
 
-    The bytes are those of `MXQuantConfig(config)` on the loaded model. The folder appears when it is complete, with
-    the files beside the weights (tokenizer, generation config) copied.
+    The bytes are those of `MXQuantConfig(config)` on the loaded model, but that NVFP4 for compressed-tensors, which
+    stores divisors, has the nearest per-tensor scales that are reciprocals. The folder appears when it is complete,
+    with the files beside the weights (tokenizer, generation config) copied.
 
     Args:
         config: what `quantize_` takes.
@@ -140,6 +142,8 @@ class _Task:
         stand_ins = self._named(name, self._stand_in(name))
         for file_name, part in self._named(name, weight.canonical()).items():
             assert isinstance(part, MXTensor)
+            if self.producer.name == "compressed-tensors":
+                part = with_divisor(part)
             encoded = self.producer.encode(file_name, part, {})
             writer.add(encoded, described(file_name, part) if self.is_own else None)
             self.done[file_name] = stand_ins[file_name]  # type: ignore[assignment]

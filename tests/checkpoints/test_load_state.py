@@ -202,6 +202,26 @@ def test_groups_by_name_go_before_groups_by_class(tmp_path: Path) -> None:
     assert state["model.layers.1.self_attn.q_proj.weight"].activation is None
 
 
+def test_a_group_for_one_module_is_not_one_for_a_class(tmp_path: Path) -> None:
+    """ "lm_head" has no dot, as "Linear" has none; it comes first, and no other module has its scheme."""
+    activations = {"num_bits": 4, "type": "float", "group_size": 32, "dynamic": True}
+
+    def edit(config: dict) -> None:
+        everything = config["config_groups"]["group_0"]
+        named = everything | {"input_activations": activations, "targets": ["lm_head"]}
+        config["config_groups"] = {"group_0": named, "group_1": everything}
+
+    state = load_state(edited("ct_mxfp4a16_llama", tmp_path, edit))
+    assert state["model.layers.0.self_attn.q_proj.weight"].activation is None
+
+    def only_the_head(config: dict) -> None:
+        edit(config)
+        del config["config_groups"]["group_1"]
+
+    with pytest.raises(ValueError, match=r"not among the targets of any group: \['lm_head'\]"):
+        load_state(edited("ct_mxfp4a16_llama", tmp_path, only_the_head))
+
+
 def test_quarks_layer_configs_are_globs(tmp_path: Path) -> None:
     def edit(config: dict) -> None:
         weight_only = config["global_quant_config"] | {"input_tensors": None}
@@ -248,12 +268,32 @@ def test_a_static_scale_of_activations_that_are_not_quantized_is_noticed(tmp_pat
     [
         ("ct_mxfp4a16_llama", lambda c: c["config_groups"]["group_0"]["weights"].update(num_bits=3), "num_bits"),
         ("ct_mxfp4a16_llama", lambda c: c.update(transform_config={"config_groups": {"u": {}}}), "transform_config"),
+        ("ct_mxfp4a16_llama", lambda c: c["config_groups"]["group_0"].update(output_activations={}), "output_activ"),
         ("ct_mxfp4a16_llama", lambda c: c.update(quant_method="awq"), "'awq'"),
         ("quark_mxfp4_w4a4_llama", lambda c: c["global_quant_config"]["weight"].update(dtype="int4"), "int4"),
         ("quark_mxfp4_w4a4_llama", lambda c: c["global_quant_config"]["weight"].update(group_size=64), "group"),
+        ("quark_mxfp4_w4a4_llama", lambda c: c["global_quant_config"].update(output_tensors={}), "output_tensors"),
+        ("quark_mxfp4_w4a4_llama", lambda c: c.update(algo_config=[{"name": "rotation", "r4": True}]), "'rotation'"),
+        ("quark_mxfp4_w4a4_llama", lambda c: c.update(algo_config={"name": "svdquant"}), "'svdquant'"),
+        ("quark_mxfp4_w4a4_llama", lambda c: c.update(softmax_quant_spec={}), "softmax"),
         ("modelopt_nvfp4_llama", lambda c: c.update(quant_algo="FP8"), "'FP8'"),
     ],
 )
 def test_a_scheme_that_is_not_computed_is_refused(name: str, edit, named: str, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     with pytest.raises(NotImplementedError, match=named):
         load_state(edited(name, tmp_path, edit))
+
+
+def test_what_changes_no_number_is_read(tmp_path: Path) -> None:
+    """Algorithms that are folded into the weights, and outputs of keys and values, which are the cache."""
+    name = "quark_mxfp4_w4a4_llama"
+
+    def edit(config: dict) -> None:
+        outputs = config["global_quant_config"] | {"output_tensors": {"dtype": "fp8_e4m3"}}
+        config["layer_quant_config"] = {"*k_proj": outputs, "*v_proj": outputs}
+        config["kv_cache_quant_config"] = {"*k_proj": outputs}
+        config["export"]["kv_cache_group"] = ["*k_proj", "*v_proj"]
+        config["algo_config"] = [{"name": "autosmoothquant"}, {"name": "gptq", "damp_percent": 0.01}]
+
+    state, expected = (load_state(p) for p in (edited(name, tmp_path, edit), folder(name)))
+    assert state.keys() == expected.keys()

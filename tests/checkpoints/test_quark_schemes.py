@@ -93,6 +93,10 @@ def test_quarks_own_specs(scheme: Scheme) -> None:
         (FP4_OF_16, None, "weight"),
         (MXFP4, NVFP4_INPUT[:1], "input_tensors"),
         (MXFP4 | {"scale_calculation_mode": "rceil"}, None, "rceil"),
+        (MXFP4 | {"ch_axis": 0}, None, "weight"),
+        (MXFP4, MXFP4 | {"is_dynamic": True, "ch_axis": 1}, "input_tensors"),
+        (MXFP4, MXFP4 | {"is_dynamic": True, "round_method": "floor"}, "round_method 'floor'"),
+        (NVFP4, [NVFP4_INPUT[0], NVFP4[1] | {"round_method": "round"}], "round_method 'round'"),
     ],
 )
 def test_other_specs_are_refused(weight: Any, inputs: Any, named: str) -> None:

@@ -129,13 +129,22 @@ def test_saved_it_has_transformers_layout(tmp_path: Path) -> None:
 
 def test_the_config_of_the_released_model(tmp_path: Path) -> None:
     """transformers' defaults are gpt-oss-120b's, and so are OpenAI's: they lead to one config."""
-    content = read_content(write(tmp_path / "original", config=LARGE)).as_in_transformers()
+    path = write(tmp_path / "original", config=LARGE)
+    layers = {f"block.{i}.attn.sinks": torch.ones(64) for i in range(36)}
+    save_file(load_file(path / "model.safetensors") | layers, path / "model.safetensors")
+    content = read_content(path).as_in_transformers()
     config = AutoConfig.for_model(**content.checkpoint.config)
     expected = GptOssConfig(architectures=["GptOssForCausalLM"], swiglu_limit=7.0)  # no field of it in 5.17
     assert isinstance(config, GptOssConfig)
     assert config.to_dict() == expected.to_dict()
     smaller = read_content(write(tmp_path / "smaller")).as_in_transformers()
     assert AutoConfig.for_model(**smaller.checkpoint.config).to_dict() != expected.to_dict()
+
+
+def test_integers_serve_where_numbers_are_real(tmp_path: Path) -> None:
+    whole = CONFIG | {"swiglu_limit": 7, "rope_theta": 150000, "rope_scaling_factor": 1}
+    ours, theirs = (from_pretrained(write(tmp_path / str(i), config=c)) for i, c in enumerate((whole, CONFIG)))
+    assert torch.equal(ours(IDS).logits, theirs(IDS).logits)
 
 
 def test_load_state_keeps_the_files_names(tmp_path: Path) -> None:
@@ -166,7 +175,16 @@ def test_a_missing_shard_is_named(tmp_path: Path) -> None:
         ({"head_dim": "16"}, ValueError, "no numbers for"),
         ({"rope_scaling_factor": "much"}, ValueError, "no numbers for"),
         ({"num_key_value_heads": 1}, ValueError, "v_proj"),
-        ({"num_hidden_layers": 3}, ValueError, "lacks"),
+        ({"num_hidden_layers": 3}, ValueError, "the tensors are of 2 layers"),
+        ({"num_hidden_layers": 10**6}, ValueError, "the tensors are of 2 layers"),
+        ({"num_hidden_layers": 10**30}, ValueError, "an integer from 1 to 1,048,575"),
+        ({"hidden_size": 64.0}, ValueError, "hidden_size 64.0; it is an integer"),
+        ({"experts_per_token": 9}, ValueError, "experts_per_token 9, more than num_experts 4"),
+        ({"num_key_value_heads": 3}, ValueError, "no multiple of num_key_value_heads 3"),
+        ({"swiglu_limit": 0}, ValueError, "swiglu_limit 0; it is above 0"),
+        ({"swiglu_limit": -7.0}, ValueError, "swiglu_limit -7.0; it is above 0"),
+        ({"rope_scaling_factor": 1e308}, ValueError, "at most 1,000,000,000,000"),
+        ({"rope_theta": float("nan")}, ValueError, "rope_theta nan; it is above 1"),
         ({"num_experts": 8}, ValueError, "shape"),
     ],
     ids=str,

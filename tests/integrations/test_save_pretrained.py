@@ -28,7 +28,7 @@ CONVERTIBLE = {
     "ct_mxfp8_qwen2": {"quark"},
     "ct_nvfp4_llama": {"modelopt", "quark"},
     "gptoss_mxfp4_tk_roundup": set(),
-    "modelopt_nvfp4_llama": {"compressed-tensors", "quark"},
+    "modelopt_nvfp4_llama": {"quark"},  # its multipliers are not all reciprocals
     "modelopt_w4a8mxfp4_qwen2": set(),
     "quark_mxfp4_w4a4_llama": {"compressed-tensors"},
     "quark_mxfp4_w4a4_mixtral": {"compressed-tensors"},

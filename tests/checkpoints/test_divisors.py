@@ -1,0 +1,62 @@
+"""compressed-tensors stores the reciprocals of NVFP4's fp32 scales: exact, or refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mxquant import MXTensor, quantize
+from mxquant.checkpoints import get_producer
+from mxquant.checkpoints.compressed_tensors import with_divisor
+
+EXACT = torch.tensor(0.0625)
+# 2 - 2^-23: its reciprocal lies midway between two fp32 numbers, whose own reciprocals are 2 and 2 - 2^-22.
+WITHOUT = torch.nextafter(torch.tensor(2.0), torch.tensor(0.0))
+PRODUCER = get_producer("compressed-tensors")
+
+
+def weight(scale: torch.Tensor, static: torch.Tensor | None = None) -> MXTensor:
+    plain = quantize(torch.randn(4, 64).bfloat16(), "nvfp4", per_tensor_scale=scale)
+    return plain if static is None else plain.with_activation("nvfp4", "even", static)
+
+
+def test_the_number_is_the_reciprocal_of_none() -> None:
+    near = 1 / WITHOUT
+    around = [near, torch.nextafter(near, torch.tensor(0.0)), torch.nextafter(near, torch.tensor(1.0))]
+    assert all(1 / divisor != WITHOUT for divisor in around)
+    # bf16 rounds the difference away, so that comparing dequantized weights would not show it.
+    other = WITHOUT.nextafter(torch.tensor(0.0))
+    a = weight(WITHOUT)
+    b = a.rewrap(a.operand._replace(per_tensor_scale=other))
+    assert torch.equal(a.dequantize(), b.dequantize())
+
+
+@pytest.mark.parametrize(
+    "scale, static, kind", [(WITHOUT, None, "per-tensor"), (EXACT, WITHOUT, "activations'")], ids=["weight", "input"]
+)
+def test_a_scale_without_a_divisor_is_refused(scale: torch.Tensor, static: torch.Tensor | None, kind: str) -> None:
+    with pytest.raises(NotImplementedError, match=f"last bit of its {kind} scale 1.99999"):
+        PRODUCER.encode("a.weight", weight(scale, static), {})
+
+
+def test_exact_scales_are_written() -> None:
+    tensors = PRODUCER.encode("a.weight", weight(EXACT, EXACT), {})
+    assert tensors["a.weight_global_scale"].item() == tensors["a.input_global_scale"].item() == 16
+
+
+def test_the_nearest_scale_that_has_a_divisor() -> None:
+    scales = torch.cat([WITHOUT[None], EXACT[None], torch.rand(4000, generator=torch.manual_seed(0)) * 2e-3])
+    moved = 0
+    for scale in scales:
+        before = MXTensor.from_qdata(
+            torch.zeros(1, 8, dtype=torch.uint8), torch.ones(1, 1, dtype=torch.uint8), "nvfp4", per_tensor_scale=scale
+        )
+        after = with_divisor(before)
+        assert torch.equal(after.qdata, before.qdata)
+        given = after.per_tensor_scale
+        assert given in (scale, scale.nextafter(torch.tensor(0.0)), scale.nextafter(torch.tensor(9.0)))
+        moved += int(given != scale)
+        divisor = PRODUCER.encode("a.weight", after, {})["a.weight_global_scale"]
+        assert 1 / divisor.item() == pytest.approx(given.item(), rel=2**-23)
+        assert torch.equal((1 / divisor).reshape(()), given.reshape(()))
+    assert 0 < moved < len(scales)
