@@ -109,9 +109,12 @@ class CompressedTensors:
     def _exact_divisor(
         self, name: str, weight: MXTensor, kind: str, multiplier: Tensor, known: Tensor | None
     ) -> Tensor:
-        """Refused where no number stands for the multiplier: the weight would have other values."""
+        """Refused where no number stands for the multiplier and that shows: in the weight's values, in its own dtype, or
+        in the codes of activations.
+        """
         divisor = _divisor(multiplier, known)
-        if not torch.equal(1 / divisor.reshape(()), multiplier):
+        read = 1 / divisor.reshape(())
+        if not (torch.equal(read, multiplier) or (kind == "per-tensor" and _same_values(weight, read))):
             refuse(
                 self.name,
                 name,
@@ -147,6 +150,11 @@ class CompressedTensors:
                 "kv_cache_scheme": None,
             }
         }
+
+
+def _same_values(weight: MXTensor, multiplier: Tensor) -> bool:
+    other = weight.rewrap(weight.operand._replace(per_tensor_scale=multiplier))
+    return torch.equal(other.dequantize(), weight.dequantize())
 
 
 def with_divisor(weight: MXTensor) -> MXTensor:

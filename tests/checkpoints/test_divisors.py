@@ -15,19 +15,21 @@ WITHOUT = torch.nextafter(torch.tensor(2.0), torch.tensor(0.0))
 PRODUCER = get_producer("compressed-tensors")
 
 
-def weight(scale: torch.Tensor, static: torch.Tensor | None = None) -> MXTensor:
-    plain = quantize(torch.randn(4, 64).bfloat16(), "nvfp4", per_tensor_scale=scale)
+def weight(
+    scale: torch.Tensor, static: torch.Tensor | None = None, dtype: torch.dtype = torch.bfloat16
+) -> MXTensor:
+    plain = quantize(torch.randn(4, 64).to(dtype), "nvfp4", per_tensor_scale=scale)
     return plain if static is None else plain.with_activation("nvfp4", "even", static)
 
 
-def test_the_number_is_the_reciprocal_of_none() -> None:
+def test_where_bf16_rounds_the_difference_away_nothing_is_lost() -> None:
     near = 1 / WITHOUT
     around = [near, torch.nextafter(near, torch.tensor(0.0)), torch.nextafter(near, torch.tensor(1.0))]
     assert all(1 / divisor != WITHOUT for divisor in around)
-    # bf16 rounds the difference away, so that comparing dequantized weights would not show it.
-    other = WITHOUT.nextafter(torch.tensor(0.0))
     a = weight(WITHOUT)
-    b = a.rewrap(a.operand._replace(per_tensor_scale=other))
+    divisor = PRODUCER.encode("a.weight", a, {})["a.weight_global_scale"]
+    assert 1 / divisor.item() != WITHOUT.item()
+    b = a.rewrap(a.operand._replace(per_tensor_scale=(1 / divisor).reshape(())))
     assert torch.equal(a.dequantize(), b.dequantize())
 
 
@@ -36,7 +38,7 @@ def test_the_number_is_the_reciprocal_of_none() -> None:
 )
 def test_a_scale_without_a_divisor_is_refused(scale: torch.Tensor, static: torch.Tensor | None, kind: str) -> None:
     with pytest.raises(NotImplementedError, match=f"last bit of its {kind} scale 1.99999"):
-        PRODUCER.encode("a.weight", weight(scale, static), {})
+        PRODUCER.encode("a.weight", weight(scale, static, torch.float32), {})
 
 
 def test_exact_scales_are_written() -> None:
