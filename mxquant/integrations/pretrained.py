@@ -39,7 +39,8 @@ def from_pretrained(
 
     Args:
         path: the folder of the checkpoint, with its config.json.
-        dtype: of the model, and what quantized weights stand for; "auto": as the config says.
+        dtype: of the model, and what quantized weights stand for; "auto": as the config says. transformers' former
+            name of it, `torch_dtype`, is taken as well.
         device_map: as transformers' `from_pretrained` takes it. "disk" means the checkpoint's own mapped files, and
             "auto" counts a quantized weight as one of `dtype`.
         options: as transformers' `from_pretrained` takes them.
@@ -51,10 +52,12 @@ def from_pretrained(
             cannot compute the weights.
         NotImplementedError: an unknown producer, a scheme that mxquant does not compute, merged experts sent to the
             disk.
+        TypeError: both `dtype` and `torch_dtype`.
         ImportError: transformers is not installed.
     """
     from mxquant.integrations import conversion
 
+    dtype = _dtype_of(dtype, options)
     content = read_content(path)
     if not content.checkpoint.config:
         raise FileNotFoundError(
@@ -80,6 +83,16 @@ def from_pretrained(
     if content.quantized:
         _mark(loaded, content, roles)
     return loaded
+
+
+def _dtype_of(dtype: torch.dtype | str, options: dict[str, Any]) -> torch.dtype | str:
+    """`dtype`, or what is given as `torch_dtype`, which transformers would drop beside it."""
+    if "torch_dtype" not in options:
+        return dtype
+    former = options.pop("torch_dtype")
+    if dtype not in ("auto", former):
+        raise TypeError(f"dtype={dtype!r} and torch_dtype={former!r} are two names of one thing; give dtype alone")
+    return "auto" if former is None else cast("torch.dtype | str", former)
 
 
 def _load(

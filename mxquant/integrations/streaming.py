@@ -227,8 +227,6 @@ def _largest_file(content: Content) -> int:
 
 
 def _finish(task: _Task, writer: ShardWriter, folder: Path, options: dict[str, Any]) -> None:
-    if not task.done:
-        raise ValueError("the config selects no weight of the checkpoint; name its linears or experts")
     origin = task.content.checkpoint.path
     for file in origin.iterdir():
         is_weights = file.name.endswith((".safetensors", ".index.json", ".bin", ".pt", ".pth", ".gguf"))
