@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from mxquant.checkpoints.files import Reader
 from mxquant.checkpoints.load import Content, read_content
 from mxquant.checkpoints.origin import ORIGIN, Origin
+from mxquant.integrations.extra import needing_transformers
 from mxquant.integrations.placement import without_disk
 from mxquant.modules.linear import replace_parameter
 from mxquant.report import SKIP_REASON
@@ -38,7 +39,7 @@ def from_pretrained(
     are views of the memory-mapped files, which must stay as they are.
 
     Args:
-        path: the folder of the checkpoint, with its config.json.
+        path: the folder of the checkpoint, with its config.json; nothing is downloaded.
         dtype: of the model, and what quantized weights stand for; "auto": as the config says. transformers' former
             name of it, `torch_dtype`, is taken as well.
         device_map: as transformers' `from_pretrained` takes it. "disk" means the checkpoint's own mapped files, and
@@ -55,7 +56,8 @@ def from_pretrained(
         TypeError: both `dtype` and `torch_dtype`.
         ImportError: transformers is not installed.
     """
-    from mxquant.integrations import conversion
+    with needing_transformers():
+        from mxquant.integrations import conversion
 
     dtype = _dtype_of(dtype, options)
     content = read_content(path)
@@ -72,11 +74,8 @@ def from_pretrained(
     roles = conversion.role_names(model, content.names)
     device_map, max_memory = without_disk(device_map, options.pop("max_memory", None), sources)
     del model
-    options |= {
-        "device_map": device_map,
-        "max_memory": max_memory,
-        "key_mapping": conversion.key_mapping(roles) or None,
-    }
+    options |= {"device_map": device_map, "max_memory": max_memory}
+    options["key_mapping"] = conversion.key_mapping(roles) or None
     loaded = _load(content, config, sources, content.dtype if dtype == "auto" else dtype, options)
     _serve(loaded, backend)
     _load_generation_config(loaded, content.checkpoint.path)
