@@ -199,6 +199,11 @@ class MXQuantizer(HfQuantizer):
         dequantize_(model)
         return model if dtype is None else model.to(dtype)
 
+    def remove_quantization_config(self, model: nn.Module) -> None:
+        super().remove_quantization_config(model)
+        # transformers 5.17 leaves them; without them ordinary experts are saved as checkpoints of the family have them.
+        vars(model).pop("_weight_conversions", None)
+
 
 def plan_of(model: nn.Module, config: MXQuantConfig) -> Plan:
     """Which parameters of a model, which may be on the meta device, are quantized.
