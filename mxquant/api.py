@@ -89,12 +89,14 @@ def dequantize_(model: nn.Module) -> None:
     """Turn every quantized parameter back into an ordinary one of the dtype it stands for, in place.
 
     The values are those of the quantized weights; the original ones are gone. Parameters stay frozen, tied ones tied. A
-    model without quantized parameters is left as it is.
+    model without quantized parameters is left as it is. One of transformers is no longer marked as quantized: it can be
+    cast, trained and saved as any other.
     """
     _check_model("dequantize_", model)
     ordinary: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():
         module.__dict__.pop(SKIP_REASON, None)
+        _forget_quantizer(module)
         for attribute, parameter in module._parameters.items():
             if parameter is None or not _is_quantized(parameter):
                 continue
@@ -106,6 +108,15 @@ def dequantize_(model: nn.Module) -> None:
                     else dequantize_experts(parameter, layout.stack_of(module))
                 )
             module.register_parameter(attribute, ordinary[parameter])
+
+
+def _forget_quantizer(module: nn.Module) -> None:
+    """Take away transformers' marks of a model that it loaded with our quantizer: under them it refuses to cast and to
+    train the model, and would write the config of what is no longer there.
+    """
+    quantizer = module.__dict__.get("hf_quantizer")
+    if quantizer is not None and quantizer.quantization_config.quant_method == "mxquant":
+        quantizer.remove_quantization_config(module)
 
 
 def explain(

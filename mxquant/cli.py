@@ -14,6 +14,7 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from mxquant.api import explain
 from mxquant.checkpoints import PRODUCERS, Content, get_producer, read_content
 from mxquant.checkpoints.compare import Comparison, TensorDifference, compare
 from mxquant.checkpoints.files import without_duplicates
-from mxquant.config import resolve_config
+from mxquant.config import resolve_mapping
 from mxquant.formats import WEIGHT_FORMATS, get_format
 from mxquant.report import text_table
 
@@ -145,20 +146,28 @@ def _quantize(options: argparse.Namespace) -> tuple[Any, str]:
 
 
 def _config_of(options: argparse.Namespace) -> object:
-    """What `--format` or `--config` ask for; activations are rounded as readers of the producer's files round them."""
+    """What `--format` or `--config` ask for; where no scale mode is named for activations, they are rounded as readers
+    of the producer's files round them.
+    """
     if options.config is not None:
         if options.activation is not None:
             raise ValueError("--activation goes with --format; with --config, write it in the file")
-        return _read_config(Path(options.config))
+        return _as_read(resolve_mapping(_read_config(Path(options.config))), options.producer)
     activation = options.activation or "same"
     fields: dict[str, Any] = {"weight": options.format, "activation": None if activation == "none" else activation}
-    config = resolve_config(fields)
-    assert config is not None
-    if config.activation_format is not None and options.producer != "mxquant":
-        implied = get_producer(options.producer).activation_scale_mode(config.activation_format)
+    return _as_read(resolve_mapping(fields), options.producer)
+
+
+def _as_read(mapping: dict[str, Any], producer: str) -> dict[str, Any]:
+    """A config with the scale modes of activations, where it leaves them out, that a producer's files imply."""
+    completed = dict(mapping)
+    for key, config in mapping.items():
+        if config is None or config.activation_format is None or config.activation_scale_mode is not None:
+            continue
+        implied = get_producer(producer).activation_scale_mode(config.activation_format)
         if implied is not None and get_format(config.activation_format, activation=True).scale_modes:
-            fields["activation_scale_mode"] = implied
-    return fields
+            completed[key] = replace(config, activation_scale_mode=implied)
+    return completed
 
 
 def _read_config(file: Path) -> object:

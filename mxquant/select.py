@@ -235,7 +235,7 @@ class _Key:
         """Whether it matches the parameter, its module or a module above."""
         if self.level == _KIND:
             return site.kind in {"linear": ["linear"], "moe": ["experts"]}.get(self.text, ["linear", "experts"])
-        return site.name in self.matched or any(name in self.matched for name in _lineage(site.module_name))
+        return site.name in self.matched or any(name in self.matched for name in lineage(site.module_name))
 
     def names(self, site: Site) -> bool:
         """Whether it means this very module or parameter, not only whatever lies in some place."""
@@ -371,7 +371,7 @@ def _output_embedding_weights(model: nn.Module, modules: Mapping[str, nn.Module]
     return {id(weight) for weight in weights if isinstance(weight, nn.Parameter)}
 
 
-def _lineage(module_name: str) -> Iterator[str]:
+def lineage(module_name: str) -> Iterator[str]:
     """`module_name` and the names of the modules above it, the root excepted."""
     while module_name:
         yield module_name

@@ -117,6 +117,22 @@ def test_fp32_files_are_quantized_in_the_models_dtype(tmp_path: Path) -> None:
     assert torch.equal(from_pretrained(tmp_path / "out")(IDS).logits, loaded(IDS).logits)
 
 
+@pytest.mark.parametrize("content", ["mxfp8", {"linear": "mxfp8"}], ids=str)
+def test_a_config_file_means_what_format_means(content: Any, llama: Path, tmp_path: Path) -> None:
+    """Activations are rounded as readers of the export round them, unless the config names a mode."""
+    export = ("--as", "compressed-tensors")
+    assert run("quantize", llama, tmp_path / "by-format", "--format", "mxfp8", *export) == 0
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    assert run("quantize", llama, tmp_path / "by-config", "--config", tmp_path / "config.json", *export) == 0
+    by_format, by_config = (
+        {file.name: file.read_bytes() for file in (tmp_path / name).iterdir()} for name in ("by-format", "by-config")
+    )
+    assert by_format == by_config
+    named = {"linear": {"weight": "mxfp8", "activation_scale_mode": "rceil"}}
+    (tmp_path / "config.json").write_text(json.dumps(named))
+    assert run("quantize", llama, tmp_path / "named", "--config", tmp_path / "config.json", *export) == 1
+
+
 @pytest.mark.parametrize(
     "options, named",
     [

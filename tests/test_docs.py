@@ -69,8 +69,9 @@ def lines_of(text: str) -> list[str]:
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_snippets_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    if re.search(r"^from transformers import", page.read_text(), re.MULTILINE):
-        pytest.importorskip("transformers")
+    for package in ("transformers", "peft"):
+        if re.search(rf"^(from|import) {package}\b", page.read_text(), re.MULTILINE):
+            pytest.importorskip(package)
     monkeypatch.chdir(tmp_path)
     expected = sum(block.language == "python" for block in blocks_of(page))
     backends = mxquant.list_backends()

@@ -97,7 +97,10 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
         folder = given
         files, listed = _files_of(folder)
     else:
-        raise FileNotFoundError(f"{given} is neither a folder nor a file; name the folder of a checkpoint")
+        raise FileNotFoundError(
+            f"{given} is neither a folder nor a file; name the folder of a checkpoint. Nothing is downloaded: of a "
+            "model on Hugging Face's hub, give the folder that huggingface_hub.snapshot_download(name) returns"
+        )
     tensors: dict[str, TensorInfo] = {}
     headers: list[dict[str, str]] = []
     for file in files:

@@ -83,8 +83,8 @@ class ModelOpt:
         return get_format(activation, activation=True).default_scale_mode
 
     def encode(self, name: str, weight: MXTensor, known: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        algorithm = self._algorithm_of(name, weight)
         check_matrix(self.name, name, weight, _FORMATS)
+        algorithm = self._algorithm_of(name, weight)
         if weight.activation is not None:
             check_mode(self.name, name, weight, self.activation_scale_mode(weight.activation))
         module, canonical = module_of(name), weight.canonical()
@@ -130,8 +130,18 @@ class ModelOpt:
             name,
             weight,
             f"activations in {weight.activation or 'their own dtype'} ({scales}) with a weight in {weight.format}",
-            f"use one of {', '.join(_ALGORITHMS)}, or save as 'mxquant'",
+            f"it has {_choices(weight.format)}; else save as 'mxquant'",
         )
+
+
+def _choices(format: str) -> str:
+    """The activations that it has for a weight format, as `quantize_` takes them."""
+    scales = {True: ", with calibrated scales that MXTensor.with_activation takes", False: "", None: ""}
+    return "; ".join(
+        f"activation={fields.activation!r} ({name}{scales[fields.static]})"
+        for name, fields in _ALGORITHMS.items()
+        if fields.format == format
+    )
 
 
 def _described(algorithm: str) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from mxquant.checkpoints.files import Reader
 from mxquant.checkpoints.load import Content, read_content
 from mxquant.checkpoints.origin import ORIGIN, Origin
+from mxquant.integrations.extra import needing_transformers
 from mxquant.integrations.placement import without_disk
 from mxquant.modules.linear import replace_parameter
 from mxquant.report import SKIP_REASON
@@ -38,8 +39,9 @@ def from_pretrained(
     are views of the memory-mapped files, which must stay as they are.
 
     Args:
-        path: the folder of the checkpoint, with its config.json.
-        dtype: of the model, and what quantized weights stand for; "auto": as the config says.
+        path: the folder of the checkpoint, with its config.json; nothing is downloaded.
+        dtype: of the model, and what quantized weights stand for; "auto": as the config says. transformers' former
+            name of it, `torch_dtype`, is taken as well.
         device_map: as transformers' `from_pretrained` takes it. "disk" means the checkpoint's own mapped files, and
             "auto" counts a quantized weight as one of `dtype`.
         options: as transformers' `from_pretrained` takes them.
@@ -51,10 +53,13 @@ def from_pretrained(
             cannot compute the weights.
         NotImplementedError: an unknown producer, a scheme that mxquant does not compute, merged experts sent to the
             disk.
+        TypeError: both `dtype` and `torch_dtype`.
         ImportError: transformers is not installed.
     """
-    from mxquant.integrations import conversion
+    with needing_transformers():
+        from mxquant.integrations import conversion
 
+    dtype = _dtype_of(dtype, options)
     content = read_content(path)
     if not content.checkpoint.config:
         raise FileNotFoundError(
@@ -69,17 +74,24 @@ def from_pretrained(
     roles = conversion.role_names(model, content.names)
     device_map, max_memory = without_disk(device_map, options.pop("max_memory", None), sources)
     del model
-    options |= {
-        "device_map": device_map,
-        "max_memory": max_memory,
-        "key_mapping": conversion.key_mapping(roles) or None,
-    }
+    options |= {"device_map": device_map, "max_memory": max_memory}
+    options["key_mapping"] = conversion.key_mapping(roles) or None
     loaded = _load(content, config, sources, content.dtype if dtype == "auto" else dtype, options)
     _serve(loaded, backend)
     _load_generation_config(loaded, content.checkpoint.path)
     if content.quantized:
         _mark(loaded, content, roles)
     return loaded
+
+
+def _dtype_of(dtype: torch.dtype | str, options: dict[str, Any]) -> torch.dtype | str:
+    """`dtype`, or what is given as `torch_dtype`, which transformers would drop beside it."""
+    if "torch_dtype" not in options:
+        return dtype
+    former = options.pop("torch_dtype")
+    if dtype not in ("auto", former):
+        raise TypeError(f"dtype={dtype!r} and torch_dtype={former!r} are two names of one thing; give dtype alone")
+    return "auto" if former is None else cast("torch.dtype | str", former)
 
 
 def _load(

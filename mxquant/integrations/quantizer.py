@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.core_model_loading import ConversionOps, WeightConverter
+from transformers.core_model_loading import ConversionOps, WeightConverter, rename_source_key
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
 from transformers.quantizers.base import HfQuantizer
 from transformers.quantizers.quantizers_utils import should_convert_module
@@ -22,12 +22,12 @@ from mxquant.api import dequantize_, record_skips
 from mxquant.backends.base import Operand
 from mxquant.checkpoints.files import headers_of
 from mxquant.checkpoints.own import described_in
-from mxquant.config import CONFIG_FIELDS, _MXConfig, resolve_mapping
+from mxquant.config import CONFIG_FIELDS, _MXConfig, resolve_mapping, suggestion
 from mxquant.formats import get_format
 from mxquant.integrations.placement import REMEDY, whole_state
 from mxquant.modules.experts_weight import quantize_experts
 from mxquant.modules.linear import quantize_parameter
-from mxquant.select import Plan, Target, select
+from mxquant.select import Plan, Target, lineage, select
 from mxquant.tensor import Metadata, MXTensor, as_weight, flatten_state_dict
 from mxquant.tensor.construct import check_operand
 from mxquant.tensor.metadata import metadata_from_fields
@@ -45,11 +45,13 @@ class MXQuantConfig(QuantizationConfigMixin):
     Args:
         config: what `mxquant.quantize_` takes: a config, a format's name, or a mapping. None only in a saved model,
             whose weights know their formats.
-        modules_to_not_convert: names that are skipped beside what `quantize_` skips by default; each means modules
-            that begin or end with it, or match it as a regular expression, as elsewhere in transformers.
+        modules_to_not_convert: a list of what is skipped beside what `quantize_` skips by default; each entry means
+            the modules that transformers' `should_convert_module` finds by it (the name's beginning up to a dot, its
+            end, or a regular expression that matches from its start) and whatever lies in them. One that matches no
+            module is refused when the model is known.
 
     Raises:
-        ValueError, TypeError: as `mxquant.quantize_`.
+        ValueError, TypeError: as `mxquant.quantize_`; `modules_to_not_convert` is no list of regular expressions.
     """
 
     def __init__(
@@ -69,7 +71,7 @@ class MXQuantConfig(QuantizationConfigMixin):
         self.quant_method = NAME
         self.version = version
         self.config = None if config is None else _as_json(resolve_mapping(config))
-        self.modules_to_not_convert = list(modules_to_not_convert or [])
+        self.modules_to_not_convert = _checked_patterns(modules_to_not_convert)
 
     def mapping(self) -> dict[str, _MXConfig | None]:
         """The config as `mxquant.quantize_` has it.
@@ -80,6 +82,24 @@ class MXQuantConfig(QuantizationConfigMixin):
         if self.config is None:
             raise ValueError('MXQuantConfig without a config quantizes nothing; name a format: MXQuantConfig("mxfp4")')
         return resolve_mapping(dict(self.config))
+
+
+def _checked_patterns(patterns: object) -> list[str]:
+    if patterns is None:
+        return []
+    if not isinstance(patterns, (list, tuple)) or not all(isinstance(pattern, str) and pattern for pattern in patterns):
+        raise TypeError(
+            f'modules_to_not_convert is a list of names such as ["up_proj", "model.layers.0"]; got {patterns!r}'
+        )
+    for pattern in patterns:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise ValueError(
+                f"modules_to_not_convert has {pattern!r}, which is no name and no regular expression ({error}); for a "
+                f'glob, map it to None in the config: MXQuantConfig({{"linear": "mxfp4", {pattern!r}: None}})'
+            ) from None
+    return list(patterns)
 
 
 def _as_json(mapping: Mapping[str, _MXConfig | None]) -> dict[str, dict[str, Any] | None]:
@@ -123,7 +143,7 @@ class MXQuantizer(HfQuantizer):
                 metadata, shape = metadata_from_fields(fields)
                 if shape is None:
                     raise ValueError(f"the metadata of {name!r} lacks its shape; save the model anew")
-                self.saved[name] = (metadata, shape)
+                self.saved[_name_in(model, name)] = (metadata, shape)
             return model
         self.plan = plan_of(model, self.quantization_config)
         self.targets = {site.name: target for target in self.plan.targets for site in target.sites}
@@ -179,16 +199,26 @@ class MXQuantizer(HfQuantizer):
         dequantize_(model)
         return model if dtype is None else model.to(dtype)
 
+    def remove_quantization_config(self, model: nn.Module) -> None:
+        super().remove_quantization_config(model)
+        # transformers 5.17 leaves them; without them ordinary experts are saved as checkpoints of the family have them.
+        vars(model).pop("_weight_conversions", None)
+
 
 def plan_of(model: nn.Module, config: MXQuantConfig) -> Plan:
     """Which parameters of a model, which may be on the meta device, are quantized.
 
     Raises:
-        ValueError: as `mxquant.quantize_`, or the config asks for GPTQ, for which there is no data yet.
+        ValueError: as `mxquant.quantize_`; the config asks for GPTQ, for which there is no data yet; an entry of
+            `modules_to_not_convert` matches nothing, or nothing is left to quantize.
     """
-    skipped = config.modules_to_not_convert
-    filter_fn = None if not skipped else lambda module, name: should_convert_module(name, skipped)
-    plan = select(model, config.mapping(), filter_fn)
+    skipped = _skipped_modules(model, config.modules_to_not_convert)
+    plan = select(model, config.mapping(), lambda module, name: name not in skipped)
+    if not plan.targets:
+        raise ValueError(
+            f"the config selects no weight of {type(model).__name__} (modules_to_not_convert is "
+            f"{config.modules_to_not_convert!r}); name its linears or experts, or leave the quantization out"
+        )
     for target in plan.targets:
         if target.config.gptq is not None:
             raise ValueError(
@@ -196,6 +226,22 @@ def plan_of(model: nn.Module, config: MXQuantConfig) -> Plan:
                 'loaded; load the model and call mxquant.quantize_(model, config, calibration=batches), or use "rtn"'
             )
     return plan
+
+
+def _skipped_modules(model: nn.Module, patterns: list[str]) -> set[str]:
+    """The modules that are meant by `modules_to_not_convert`, and those in them."""
+    names = [name for name, _ in model.named_modules(remove_duplicate=False) if name]
+    meant: set[str] = set()
+    for pattern in patterns:
+        found = {name for name in names if not should_convert_module(name, [pattern])}
+        if not found:
+            near = suggestion(pattern, {name.rpartition(".")[2] for name in names} | set(names))
+            raise ValueError(
+                f"modules_to_not_convert has {pattern!r}, which matches no module of {type(model).__name__}; give the "
+                f"beginning or end of a module's name, or a regular expression{near}"
+            )
+        meant |= found
+    return {name for name in names if not meant.isdisjoint(lineage(name))}
 
 
 class _Quantize(ConversionOps):
@@ -226,6 +272,14 @@ def quantized_target(name: str, weight: Tensor, target: Target) -> nn.Parameter:
         return quantize_experts(parameter, config, target.k_axis, stack=target.stack)
     multiplies = any(site.kind != "embedding" for site in target.sites)
     return quantize_parameter(parameter, config, weight_only=not multiplies)
+
+
+def _name_in(model: Any, saved: str) -> str:
+    """The parameter that transformers leads a saved name to: a model with a head saves the names of its body behind
+    `base_model_prefix`, the body by itself without it, and each loads the other's files.
+    """
+    name, _ = rename_source_key(saved, [], [], model.base_model_prefix, model.state_dict())
+    return str(name)
 
 
 class _Rebuild(ConversionOps):

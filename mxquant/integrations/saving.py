@@ -16,6 +16,7 @@ from mxquant.checkpoints.origin import ORIGIN
 from mxquant.checkpoints.producer import Producer
 from mxquant.checkpoints.registry import get_producer
 from mxquant.checkpoints.write import MAX_SHARD_BYTES, ShardWriter, described, replacing
+from mxquant.integrations.extra import needing_transformers
 from mxquant.integrations.placement import whole_state
 from mxquant.tensor import MXTensor
 
@@ -46,8 +47,10 @@ def save_pretrained(
         ValueError: an unknown producer, or nothing in the model is quantized.
         TypeError: no transformers model.
         NotImplementedError: the producer's files cannot hold a weight; the message says what would be lost.
+        ImportError: transformers is not installed.
     """
-    from transformers import PreTrainedModel
+    with needing_transformers():
+        from transformers import PreTrainedModel
 
     target = get_producer(producer)
     if not isinstance(model, PreTrainedModel):

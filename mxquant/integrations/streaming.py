@@ -26,6 +26,7 @@ from mxquant.checkpoints.registry import get_producer
 from mxquant.checkpoints.write import MAX_SHARD_BYTES, ShardWriter, described, replacing
 from mxquant.config import _MXConfig
 from mxquant.formats import get_format
+from mxquant.integrations.extra import needing_transformers
 from mxquant.select import Target
 from mxquant.tensor import MXTensor
 
@@ -69,9 +70,11 @@ def quantize_checkpoint(
         ValueError: it is quantized already, damaged, or the config does not fit or needs calibration; the destination
             is the source.
         NotImplementedError: the producer's files cannot hold what the config asks for; found before anything is read.
+        ImportError: transformers is not installed.
     """
-    from mxquant.integrations import conversion
-    from mxquant.integrations.quantizer import MXQuantConfig, plan_of
+    with needing_transformers():
+        from mxquant.integrations import conversion
+        from mxquant.integrations.quantizer import MXQuantConfig, plan_of
 
     target = get_producer(producer)
     content = read_content(source)
@@ -231,8 +234,6 @@ def _largest_file(content: Content) -> int:
 
 
 def _finish(task: _Task, writer: ShardWriter, folder: Path, options: dict[str, Any]) -> None:
-    if not task.done:
-        raise ValueError("the config selects no weight of the checkpoint; name its linears or experts")
     origin = task.content.checkpoint.path
     for file in origin.iterdir():
         is_weights = file.name.endswith((".safetensors", ".index.json", ".bin", ".pt", ".pth", ".gguf"))

@@ -16,13 +16,17 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from mxquant.integrations.quantizer import MXQuantConfig, MXQuantizer
+from mxquant.integrations.extra import needing_transformers
 from mxquant.modules.moe import experts_forward
 from mxquant.tensor import MXTensor
 from mxquant.tensor.grouped import grouped_mm
 from mxquant.tensor.mxtensor import implements
+
+with needing_transformers():
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    from mxquant.integrations.quantizer import MXQuantConfig, MXQuantizer
 
 __all__ = ["NAME", "MXQuantConfig", "MXQuantizer"]
 

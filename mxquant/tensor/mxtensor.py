@@ -349,7 +349,7 @@ class MXTensor(torch.Tensor):
             return result
         raise NotImplementedError(
             f"{func} is not implemented on the packed codes of a quantized tensor; call .dequantize() first for an "
-            "ordinary tensor"
+            "ordinary tensor, or mxquant.dequantize_(model)"
         )
 
 

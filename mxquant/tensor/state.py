@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from torch import Tensor
 from mxquant.backends.base import Operand
 from mxquant.tensor.construct import check_operand
 from mxquant.tensor.metadata import VERSION, metadata_from_fields, metadata_from_json
-from mxquant.tensor.mxtensor import EmulatedMXTensor, MXTensor
+from mxquant.tensor.mxtensor import EmulatedMXTensor, MXTensor, implements_function
 
 METADATA_KEY = "mxquant"
 SAVED_PARTS = ("qdata", "scale", "per_tensor_scale", "activation_scale")
@@ -151,3 +151,16 @@ def reduce(tensor: MXTensor) -> tuple[Any, ...]:
 
 
 torch.serialization.add_safe_globals([rebuild, MXTensor, EmulatedMXTensor])
+
+
+@implements_function(torch.Tensor.storage)
+def storage(tensor: MXTensor) -> NoReturn:
+    """There is none; safetensors' `save_file` and transformers' `save_pretrained` ask for one.
+
+    Raises:
+        TypeError: always.
+    """
+    raise TypeError(
+        f"{tensor!r} has no storage that could be written as it is; save a transformers model with "
+        "mxquant.save_pretrained(model, path), a state dict with torch.save, or what flatten_state_dict makes of it"
+    )

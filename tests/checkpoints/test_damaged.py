@@ -280,6 +280,8 @@ def test_pickles_are_never_read(tmp_path: Path) -> None:
 def test_nothing_there(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="neither a folder nor a file"):
         load_state(tmp_path / "nowhere")
+    with pytest.raises(FileNotFoundError, match=r"huggingface_hub\.snapshot_download"):
+        load_state("organization/model-of-the-hub")
     with pytest.raises(FileNotFoundError, match=r"neither model\.safetensors nor"):
         load_state(tmp_path)
 

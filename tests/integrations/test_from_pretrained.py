@@ -211,3 +211,12 @@ def test_without_a_config_there_is_no_model(tmp_path: Path) -> None:
     save_file({"w": torch.ones(2)}, tmp_path / "model.safetensors")
     with pytest.raises(FileNotFoundError, match=r"config\.json"):
         from_pretrained(tmp_path)
+
+
+def test_torch_dtype_is_dtype() -> None:
+    """transformers' former name of it would be dropped without a word."""
+    name = "quark_mxfp4_w4a4_llama"
+    assert from_pretrained(folder(name), torch_dtype=torch.float32).dtype == torch.float32
+    assert from_pretrained(folder(name), torch_dtype=None).dtype == from_pretrained(folder(name)).dtype
+    with pytest.raises(TypeError, match="give dtype alone"):
+        from_pretrained(folder(name), dtype=torch.bfloat16, torch_dtype=torch.float32)

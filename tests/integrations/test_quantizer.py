@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,9 +13,18 @@ import torch
 pytest.importorskip("transformers")
 
 from small_transformers import IDS, MODELS
-from transformers import AutoModelForCausalLM
+from transformers import AutoModel, AutoModelForCausalLM
 
-from mxquant import MXFP4Config, MXTensor, quantize_, summary
+from mxquant import (
+    MXFP4Config,
+    MXTensor,
+    dequantize_,
+    from_pretrained,
+    load_state,
+    quantize_,
+    save_pretrained,
+    summary,
+)
 from mxquant.integrations.transformers import MXQuantConfig
 
 
@@ -96,6 +107,85 @@ def test_loading_in_another_dtype_keeps_the_codes(llama: Path, tmp_path: Path) -
     assert wide(IDS).logits.dtype == torch.float32
 
 
+@pytest.mark.parametrize(
+    "skipped, left",
+    [
+        (["mlp"], {"q_proj", "k_proj", "v_proj", "o_proj"}),
+        (["self_attn", "down_proj"], {"gate_proj", "up_proj"}),
+        (["layers.0", r".*\.(mlp|o_proj)"], {"q_proj", "k_proj", "v_proj"}),
+    ],
+)
+def test_skipped_names_mean_what_lies_in_them(llama: Path, skipped: list[str], left: set[str]) -> None:
+    config = MXQuantConfig("mxfp4", modules_to_not_convert=skipped)
+    model = AutoModelForCausalLM.from_pretrained(llama, quantization_config=config)
+    names = [name for name, parameter in model.named_parameters() if isinstance(parameter, MXTensor)]
+    assert {name.split(".")[-2] for name in names} == left
+    assert any("layers.0" in name for name in names) == ("layers.0" not in skipped)
+
+
+@pytest.mark.parametrize(
+    "skipped, named",
+    [
+        (["up_prj"], "'up_prj', which matches no module of LlamaForCausalLM.*did you mean 'up_proj'"),
+        (["mlp", "nonsense"], "'nonsense', which matches no module"),
+        (["layers.0", "layers.1"], "selects no weight"),
+    ],
+)
+def test_skipped_names_without_effect_are_refused(llama: Path, skipped: list[str], named: str) -> None:
+    config = MXQuantConfig("mxfp4", modules_to_not_convert=skipped)
+    with pytest.raises(ValueError, match=named):
+        AutoModelForCausalLM.from_pretrained(llama, quantization_config=config)
+
+
+def test_a_body_loads_what_a_model_with_a_head_saved_and_the_reverse(llama: Path, tmp_path: Path) -> None:
+    """transformers adds and strips the prefix of the body's names."""
+    config = MXQuantConfig({"linear": "mxfp4", "lm_head": "mxfp8"})
+    whole = AutoModelForCausalLM.from_pretrained(llama, quantization_config=config)
+    whole.save_pretrained(tmp_path / "whole")
+    body = AutoModel.from_pretrained(tmp_path / "whole")
+    assert_same_state(body, whole.model)
+    body.save_pretrained(tmp_path / "body")
+    assert_same_state(AutoModelForCausalLM.from_pretrained(tmp_path / "body").model, whole.model)
+
+
+@pytest.mark.parametrize("load", [AutoModelForCausalLM.from_pretrained, from_pretrained], ids=["transformers", "ours"])
+def test_a_dequantized_model_is_an_ordinary_one(load: Callable[..., Any], llama: Path, tmp_path: Path) -> None:
+    """It can be cast, is not taken for quantized by the trainer, and saves what it is."""
+    AutoModelForCausalLM.from_pretrained(llama, quantization_config=MXQuantConfig("mxfp4")).save_pretrained(tmp_path)
+    model = load(tmp_path)
+    assert model.is_quantized
+    with pytest.raises(ValueError, match="not supported for quantized"):
+        model.float()
+    expected = model.model.layers[0].mlp.up_proj.weight.dequantize()
+    dequantize_(model)
+    assert not model.is_quantized
+    assert getattr(model, "hf_quantizer", None) is None
+    model.save_pretrained(tmp_path / "saved")
+    assert "quantization_config" not in json.loads((tmp_path / "saved" / "config.json").read_text())
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+    assert torch.equal(again.model.layers[0].mlp.up_proj.weight, expected)
+    assert model.float().dtype == torch.float32
+
+
+def test_dequantized_experts_are_saved_as_the_family_has_them(tmp_path: Path) -> None:
+    MODELS["mixtral"]().to(torch.bfloat16).save_pretrained(tmp_path / "plain")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "plain", quantization_config=MXQuantConfig("mxfp4"))
+    dequantize_(model)
+    model.save_pretrained(tmp_path / "saved")
+    assert load_state(tmp_path / "saved").keys() == load_state(tmp_path / "plain").keys()
+    assert_same_state(AutoModelForCausalLM.from_pretrained(tmp_path / "saved"), model)
+
+
+def test_what_is_quantized_anew_is_saved_as_it_is(llama: Path, tmp_path: Path) -> None:
+    """And not under the config that it was loaded with."""
+    model = AutoModelForCausalLM.from_pretrained(llama, quantization_config=MXQuantConfig("mxfp4"))
+    dequantize_(model)
+    quantize_(model, "mxfp8")
+    save_pretrained(model, tmp_path / "saved")
+    assert "mxfp4" not in (tmp_path / "saved" / "config.json").read_text()
+    assert_same_state(AutoModelForCausalLM.from_pretrained(tmp_path / "saved"), model)
+
+
 def test_dequantizing_the_model(llama: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(llama, quantization_config=MXQuantConfig({"linear": "mxfp4"}))
     expected = {n: p.dequantize() for n, p in model.named_parameters() if isinstance(p, MXTensor)}
@@ -110,6 +200,9 @@ def test_dequantizing_the_model(llama: Path) -> None:
         ({"config": "mxfp5"}, ValueError, "mxfp5"),
         ({"config": "mxfp4", "group_size": 32}, TypeError, "group_size"),
         ({"config": "mxfp4", "version": 2}, ValueError, "version 2"),
+        ({"config": "mxfp4", "modules_to_not_convert": "up_proj"}, TypeError, "is a list of names.*'up_proj'"),
+        ({"config": "mxfp4", "modules_to_not_convert": [7]}, TypeError, "is a list of names"),
+        ({"config": "mxfp4", "modules_to_not_convert": ["*.mlp.*"]}, ValueError, r"'\*.mlp.\*': None"),
     ],
 )
 def test_a_wrong_config_is_refused_at_once(arguments: dict, error: type[Exception], named: str) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 pytest.importorskip("transformers")
@@ -194,7 +194,9 @@ def test_compressed_tensors_loads_tied_weights(tmp_path: Path) -> None:
         ({"weight": "mxfp4", "activation": "mxfp8"}, "compressed-tensors", "another format than the weight's"),
         ("mxfp8", "compressed-tensors", "activation_scale_mode 'rceil'"),
         ("nvfp4", "compressed-tensors", "computed at run time"),
-        ("nvfp4", "modelopt", "dynamic scales"),
+        ("nvfp4", "modelopt", r"dynamic scales.*calibrated scales .*activation=None \(W4A16_NVFP4\)"),
+        ({"weight": "mxfp4", "activation": None}, "modelopt", r"activation='fp8_e4m3' \(W4A8_MXFP4_FP8\)"),
+        ("mxfp6", "modelopt", "quantize it to one of nvfp4, mxfp8_e4m3, mxfp4"),
         ("nvfp4", "quark", "computed at run time"),
         ({"weight": "mxfp4", "activation": "fp8_e4m3"}, "quark", "computed at run time"),
         ({"weight": "mxfp4", "activation": "mxfp8_e5m2"}, "quark", "activations in mxfp8_e5m2"),
@@ -211,6 +213,16 @@ def test_what_would_be_lost_is_said(config: Any, producer: str, lost: str, tmp_p
     with pytest.raises(NotImplementedError, match=lost):
         save_pretrained(model, tmp_path / "saved", producer)
     assert not any(tmp_path.iterdir())
+
+
+def test_saving_by_itself_names_what_to_call(tmp_path: Path) -> None:
+    """transformers' own writer, of a model that `quantize_` quantized, and safetensors'."""
+    model = small_llama()
+    quantize_(model, "mxfp4")
+    with pytest.raises(TypeError, match=r"mxquant\.save_pretrained\(model, path\)"):
+        model.save_pretrained(tmp_path / "saved")
+    with pytest.raises(TypeError, match="flatten_state_dict"):
+        save_file(model.state_dict(), tmp_path / "model.safetensors")
 
 
 def test_a_partial_block_is_refused(tmp_path: Path) -> None:

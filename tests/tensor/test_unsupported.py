@@ -142,7 +142,7 @@ def test_texts_of_the_commonest_errors() -> None:
         "\n\n".join(texts),
         """\
 NotImplementedError: aten.add.Tensor is not implemented on the packed codes of a quantized tensor;
-call .dequantize() first for an ordinary tensor
+call .dequantize() first for an ordinary tensor, or mxquant.dequantize_(model)
 
 NotImplementedError: a slice with step 2 along the blocked axis of MXTensor(mxfp4, W4A16, shape=(4,
 64), dtype=float32, device=cpu) cannot be done on packed codes (blocked axis -1); call .dequantize()
