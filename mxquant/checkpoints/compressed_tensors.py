@@ -109,8 +109,8 @@ class CompressedTensors:
     def _exact_divisor(
         self, name: str, weight: MXTensor, kind: str, multiplier: Tensor, known: Tensor | None
     ) -> Tensor:
-        """Refused where no number stands for the multiplier and that shows: in the weight's values, in its own dtype, or
-        in the codes of activations.
+        """Refused where no number stands for the multiplier and that shows: in the weight's values, as its dtype has them,
+        or in the codes of activations.
         """
         divisor = _divisor(multiplier, known)
         read = 1 / divisor.reshape(())

@@ -15,9 +15,7 @@ WITHOUT = torch.nextafter(torch.tensor(2.0), torch.tensor(0.0))
 PRODUCER = get_producer("compressed-tensors")
 
 
-def weight(
-    scale: torch.Tensor, static: torch.Tensor | None = None, dtype: torch.dtype = torch.bfloat16
-) -> MXTensor:
+def weight(scale: torch.Tensor, static: torch.Tensor | None = None, dtype: torch.dtype = torch.bfloat16) -> MXTensor:
     plain = quantize(torch.randn(4, 64).to(dtype), "nvfp4", per_tensor_scale=scale)
     return plain if static is None else plain.with_activation("nvfp4", "even", static)
 
