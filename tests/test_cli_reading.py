@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -161,6 +162,22 @@ def test_a_report_that_leaves_tensors_out_fails(tmp_path: Path, capsys: pytest.C
     printed = capsys.readouterr()
     assert "only in A: 1 (c)\nof other shapes: 1 (b)" in printed.out
     assert printed.err.startswith("error: 2 tensors are not compared")
+
+
+def test_a_report_of_a_checkpoint_that_lacks_a_tensor(
+    llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    shutil.copytree(llama, tmp_path / "cut")
+    tensors = load_file(llama / "model.safetensors")
+    save_file(
+        {name: tensors[name] for name in tensors if name != "model.norm.weight"}, tmp_path / "cut" / "w.safetensors"
+    )
+    (tmp_path / "cut" / "w.safetensors").replace(tmp_path / "cut" / "model.safetensors")
+    assert run("report", llama, tmp_path / "cut") == 1
+    printed = capsys.readouterr()
+    assert printed.out.count("equal") == len(tensors) - 1
+    assert "only in A: 1 (model.norm.weight)" in printed.out
+    assert "does not fit its model: the checkpoint lacks 1 tensors" in caplog.text
 
 
 def test_report_of_strangers_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 from collections.abc import Callable, Iterator
@@ -14,6 +15,7 @@ from torch import Tensor
 from mxquant.checkpoints.load import Content, read_content
 from mxquant.tensor import MXTensor
 
+_logger = logging.getLogger("mxquant")
 _CHUNK_ELEMENTS = 1 << 22
 
 
@@ -65,7 +67,8 @@ def compare(
 
     Args:
         by_model: the tensors of a checkpoint by the names that its model has, or None where the model is not known. It
-            is asked where the files name or split them otherwise, as mixtures' experts.
+            is asked where the files name or split them otherwise, as mixtures' experts; where it raises ValueError or
+            NotImplementedError, the log says so, and names are those of the files.
 
     Raises:
         FileNotFoundError, ValueError, NotImplementedError: as `load_state`; ValueError if they have no name in common.
@@ -89,8 +92,12 @@ def compare(
 def _named_alike(a: Content, b: Content, by_model: Callable[[Content], Tensors | None]) -> tuple[Tensors, Tensors]:
     if set(a.names) == set(b.names):
         return a, b
-    models = by_model(a), by_model(b)
-    return (a, b) if models[0] is None or models[1] is None else (models[0], models[1])
+    try:
+        x, y = by_model(a), by_model(b)
+    except (ValueError, NotImplementedError) as error:
+        _logger.warning("compared by the names in the files, because one of them does not fit its model: %s", error)
+        return a, b
+    return (a, b) if x is None or y is None else (x, y)
 
 
 def _difference(name: str, a: Tensors, b: Tensors) -> TensorDifference:
