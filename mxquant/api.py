@@ -21,7 +21,7 @@ from mxquant.modules.experts_weight import dequantize_experts, quantize_experts
 from mxquant.modules.linear import WeightQuantizer, dequantize_parameter, quantize_parameter, round_to_nearest
 from mxquant.modules.registry import experts_layout
 from mxquant.report import SKIP_REASON, Explanation, Summary, summarize
-from mxquant.select import FilterFn, Plan, Site, Skip, Target, select
+from mxquant.select import FILTERED, FilterFn, Plan, Site, Skip, Target, select
 from mxquant.tensor import MXTensor, describe, precision, requested_backend
 from mxquant.validate import check_calibration, check_stack, check_weight
 
@@ -81,6 +81,7 @@ def quantize_(
     batches = check_calibration(calibration, plan.targets, device)
     saved = None if resume is None else open_stages(resume, model, plan.targets, batches)
     _warn_of_experts(plan.skips)
+    _warn_of_filter(plan)
     _swap(plan.targets, device, model, batches, saved)
     record_skips(plan)
 
@@ -164,9 +165,10 @@ def _explain(weight: MXTensor, input_shape: Sequence[int] | None, device: torch.
     times = f", each row times one of {problem.experts}" if problem.experts else " times"
     rotated = f", rotated in blocks of {weight.metadata.rotation}," if weight.metadata.rotation else ""
     sizes = f"[{problem.out_features}, {problem.in_features}]"
+    absent = ", which is not here" if problem.device.type == "cuda" and problem.capability is None else ""
     matmul = (
         f"{precision(weight.metadata)}: {activation} input [{rows}, {problem.in_features}]{rotated}{times} "
-        f"{problem.weight} weight{'s' * (problem.experts > 0)} {sizes} on {problem.device}"
+        f"{problem.weight} weight{'s' * (problem.experts > 0)} {sizes} on {problem.device}{absent}"
     )
     return Explanation(matmul, weight.backend, chosen, verdicts)
 
@@ -273,15 +275,21 @@ def _swap(
                 calibrate(model, calibrated, batches, replace, saved)
             round_all()
         except BaseException:
-            _logger.error(
-                "quantize_ stopped at %s: %d of %d weights are quantized, the others are as they were. To go on with "
-                "those: %s",
-                name,
-                done,
-                total,
-                _LEAVE_OUT_QUANTIZED if saved is None else saved.how_to_go_on,
-            )
+            _log_stop(name, done, total, saved)
             raise
+
+
+def _log_stop(name: str, done: int, total: int, saved: SavedStages | None) -> None:
+    if done == 0 and saved is None:
+        _logger.error("quantize_ stopped at %s: 0 of %d weights are quantized, the model is as it was", name, total)
+        return
+    _logger.error(
+        "quantize_ stopped at %s: %d of %d weights are quantized, the others are as they were. To go on with those: %s",
+        name,
+        done,
+        total,
+        _LEAVE_OUT_QUANTIZED if saved is None else saved.how_to_go_on,
+    )
 
 
 def _forget_skip(site: Site) -> None:
@@ -311,6 +319,19 @@ def _warn_of_experts(skips: list[Skip]) -> None:
             experts[0].reason,
             listed,
             ", ..." if len(experts) > 3 else "",
+        )
+
+
+def _warn_of_filter(plan: Plan) -> None:
+    """A filter that leaves nothing is hardly meant, unless all it leaves out is quantized already."""
+    filtered = [skip.name for skip in plan.skips if skip.reason == FILTERED and not _is_quantized(skip.parameter)]
+    if filtered and not plan.targets:
+        _logger.warning(
+            "nothing is quantized: filter_fn is false for all %d weights that the config selects, such as %s. It is "
+            "given (module, name), with names such as %r",
+            len(filtered),
+            filtered[0],
+            filtered[0].rpartition(".")[0],
         )
 
 

@@ -1,7 +1,7 @@
 """The command line: `python -m mxquant {quantize, inspect, report, explain}`.
 
-Exit codes: 0 done, 1 refused or damaged (the reason on stderr), 2 wrong usage, 130 interrupted. With `--json` stdout is
-one JSON object and nothing else.
+Exit codes: 0 done, 1 refused, damaged, or compared in part only (the reason on stderr), 2 wrong usage, 130 interrupted.
+With `--json` stdout is one JSON object and nothing else.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ import json
 import logging
 import math
 import os
+import re
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +25,24 @@ from mxquant.checkpoints import PRODUCERS, Content, get_producer, read_content
 from mxquant.checkpoints.compare import Comparison, TensorDifference, compare
 from mxquant.checkpoints.files import without_duplicates
 from mxquant.config import resolve_mapping
-from mxquant.formats import WEIGHT_FORMATS, get_format
+from mxquant.formats import ACTIVATION_FORMATS, WEIGHT_FORMATS, get_format
 from mxquant.report import text_table
 
 _ERRORS = (ValueError, TypeError, NotImplementedError, OSError, ImportError, RuntimeError)
 _FORMATS = (*WEIGHT_FORMATS, "mxfp6", "mxfp8")
+_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+
+@dataclass(frozen=True)
+class _Answer:
+    """What a command prints."""
+
+    result: Any
+    """With `--json`."""
+    text: str
+    """Without."""
+    complaint: str | None = None
+    """On stderr, where what was asked could be done only in part."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -44,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING, stream=sys.stderr)
     try:
-        result, text = options.command(options)
+        answer: _Answer = options.command(options)
     except KeyboardInterrupt:
         print("interrupted; nothing was written", file=sys.stderr)
         return 130
@@ -52,18 +65,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 1
     try:
-        print(json.dumps(result, indent=2) if options.json else text)
+        print(json.dumps(answer.result, indent=2) if options.json else answer.text)
         sys.stdout.flush()
     except BrokenPipeError:  # the reader has seen enough, as `head` has
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return 0
+    if answer.complaint is None:
+        return 0
+    print(f"error: {answer.complaint}", file=sys.stderr)
+    return 1
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m mxquant",
         description="Quantize checkpoints to MXFP4, MXFP6, MXFP8 and NVFP4, and look into them.",
-        epilog="exit codes: 0 done, 1 refused or damaged, 2 wrong usage, 130 interrupted",
+        epilog="exit codes: 0 done, 1 refused, damaged, or compared in part only, 2 wrong usage, 130 interrupted",
     )
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     _add_quantize(commands)
@@ -78,10 +94,10 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _add(commands: Any, name: str, run: Callable[..., tuple[Any, str]], about: str) -> argparse.ArgumentParser:
+def _add(commands: Any, name: str, run: Callable[..., _Answer], about: str) -> argparse.ArgumentParser:
     command: argparse.ArgumentParser = commands.add_parser(name, help=about, description=f"{about}.")
     command.add_argument("--json", action="store_true", help="print one JSON object")
-    command.set_defaults(command=run)
+    command.set_defaults(command=run, refuse_usage=command.error)
     return command
 
 
@@ -93,26 +109,27 @@ def _add_quantize(commands: Any) -> None:
     what.add_argument("--format", choices=_FORMATS, help="of the weights of every linear layer and of all experts")
     what.add_argument("--config", metavar="FILE", help="JSON as quantize_ takes it: a mapping from kinds and names")
     command.add_argument(
-        "--activation", metavar="FORMAT", help="with --format: 'same' (the default), 'none', or another format"
+        "--activation",
+        choices=("same", "none", *ACTIVATION_FORMATS, "mxfp6", "mxfp8"),
+        help="with --format: 'same' (the default), 'none' for weight-only, or another format",
     )
     writers = [name for name in PRODUCERS if name != "torchao"]
     command.add_argument(
         "--as", dest="producer", choices=writers, default="mxquant", help="whose files to write (default: %(default)s)"
     )
-    command.add_argument("--max-shard-bytes", type=_positive, metavar="N", help="the most that one file holds")
+    command.add_argument("--max-shard-bytes", type=_size, metavar="N", help="the most that one file holds, such as 5GB")
 
 
-def _positive(text: str) -> int:
-    try:
-        value = int(text)
-    except ValueError:
-        value = 0
+def _size(text: str) -> int:
+    """A number of bytes, with a unit or without, as transformers' `max_shard_size` takes it."""
+    found = re.fullmatch(r"(\d+)\s*(\w*)", text.strip(), re.ASCII)
+    value = int(found[1]) * _UNITS.get(found[2].upper(), 0) if found else 0
     if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is no size; give a number of bytes")
+        raise argparse.ArgumentTypeError(f"{text} is no size; give a number of bytes, or such as 500MB, 5GB, 2GiB")
     return value
 
 
-def _quantize(options: argparse.Namespace) -> tuple[Any, str]:
+def _quantize(options: argparse.Namespace) -> _Answer:
     from mxquant.integrations.streaming import quantize_checkpoint
 
     def progress(names: Iterable[str]) -> Iterable[str]:
@@ -120,15 +137,24 @@ def _quantize(options: argparse.Namespace) -> tuple[Any, str]:
 
         return tqdm(names, desc="quantizing", unit="parameter", disable=None)
 
-    done = quantize_checkpoint(
-        options.source,
-        options.destination,
-        _config_of(options),
-        producer=options.producer,
-        max_shard_bytes=options.max_shard_bytes,
-        progress=progress,
-    )
-    reasons = Counter(done.skipped.values())
+    config = _config_of(options)
+    try:
+        done = quantize_checkpoint(
+            options.source,
+            options.destination,
+            config,
+            producer=options.producer,
+            max_shard_bytes=options.max_shard_bytes,
+            progress=progress,
+        )
+    except NotImplementedError as error:
+        if options.format is None or options.producer == "mxquant":
+            raise
+        how = "on the command line, weight-only is --activation none, and mxquant's own files come without --as"
+        raise NotImplementedError(f"{error} ({how})") from error
+    reasons: dict[str, list[str]] = {}
+    for name, reason in sorted(done.skipped.items()):
+        reasons.setdefault(reason, []).append(name)
     result = {
         "destination": options.destination,
         "producer": options.producer,
@@ -137,12 +163,19 @@ def _quantize(options: argparse.Namespace) -> tuple[Any, str]:
         "bytes_before": done.nbytes_before,
         "bytes": done.nbytes,
     }
-    skipped = "".join(f"\nleft as they are: {count} ({reason})" for reason, count in sorted(reasons.items()))
+    skipped = "".join(
+        f"\nleft as they are, {reason}: {len(names)} ({_some(names)})" for reason, names in sorted(reasons.items())
+    )
     text = (
         f"{done.weights} weights quantized, {done.nbytes_before:,} bytes to {done.nbytes:,}, as {options.producer} in "
         f"{options.destination}{skipped}"
     )
-    return result, text
+    return _Answer(result, text)
+
+
+def _some(names: Sequence[str]) -> str:
+    """The first few; `--json` lists all."""
+    return ", ".join(names[:3]) + ", ..." * (len(names) > 3)
 
 
 def _config_of(options: argparse.Namespace) -> object:
@@ -151,8 +184,11 @@ def _config_of(options: argparse.Namespace) -> object:
     """
     if options.config is not None:
         if options.activation is not None:
-            raise ValueError("--activation goes with --format; with --config, write it in the file")
-        return _as_read(resolve_mapping(_read_config(Path(options.config))), options.producer)
+            options.refuse_usage("--activation goes with --format; with --config, write it in the file")
+        file = Path(options.config)
+        if not file.is_file():
+            options.refuse_usage(f"--config {file} is no file; name one with JSON as quantize_ takes it")
+        return _as_read(resolve_mapping(_read_config(file)), options.producer)
     activation = options.activation or "same"
     fields: dict[str, Any] = {"weight": options.format, "activation": None if activation == "none" else activation}
     return _as_read(resolve_mapping(fields), options.producer)
@@ -171,8 +207,6 @@ def _as_read(mapping: dict[str, Any], producer: str) -> dict[str, Any]:
 
 
 def _read_config(file: Path) -> object:
-    if not file.is_file():
-        raise FileNotFoundError(f"--config {file} is no file; name one with JSON as quantize_ takes it")
     try:
         content = json.loads(file.read_text(encoding="utf-8"), object_pairs_hook=without_duplicates)
     except (ValueError, RecursionError) as error:
@@ -182,7 +216,7 @@ def _read_config(file: Path) -> object:
     return content
 
 
-def _inspect(options: argparse.Namespace) -> tuple[Any, str]:
+def _inspect(options: argparse.Namespace) -> _Answer:
     content = read_content(options.path)
     rows = [_row(content, name) for name in sorted(content.names)]
     producer = None if content.producer is None else content.producer.name
@@ -199,7 +233,7 @@ def _inspect(options: argparse.Namespace) -> tuple[Any, str]:
         [
             row["name"],
             row["format"],
-            row["precision"] or "",
+            (row["precision"] or "") + (f", rotation {row['rotation']}" if row["rotation"] else ""),
             " x ".join(map(str, row["shape"])),
             f"{row['bits']:.2f}",
             f"{row['bytes']:,}",
@@ -210,7 +244,7 @@ def _inspect(options: argparse.Namespace) -> tuple[Any, str]:
     quantized = sum(row["precision"] is not None for row in rows)
     title = f"{options.path}: {producer or 'not quantized'}, {quantized} of {len(rows)} tensors quantized"
     totals = f"{result['parameters']:,} parameters, {result['bytes']:,} bytes in files"
-    return result, f"{title}\n{table}\n{totals}"
+    return _Answer(result, f"{title}\n{table}\n{totals}")
 
 
 def _row(content: Content, name: str) -> dict[str, Any]:
@@ -219,16 +253,23 @@ def _row(content: Content, name: str) -> dict[str, Any]:
     row: dict[str, Any] = {"name": name, "shape": list(shape), "bits": bits, "bytes": nbytes}
     if stored is None:
         dtype = content.checkpoint.tensors[name].dtype
-        return row | {"format": dtype.lower(), "precision": None, "activation": None}
+        return row | {"format": dtype.lower(), "precision": None, "activation": None, "rotation": None}
     weight = get_format(stored.format).element.bits
     activation = 16 if stored.activation is None else get_format(stored.activation, activation=True).element.bits
-    return row | {"format": stored.format, "precision": f"W{weight}A{activation}", "activation": stored.activation}
+    return row | {
+        "format": stored.format,
+        "precision": f"W{weight}A{activation}",
+        "activation": stored.activation,
+        "rotation": None if stored.declared is None else stored.declared[0].rotation,
+    }
 
 
-def _report(options: argparse.Namespace) -> tuple[Any, str]:
+def _report(options: argparse.Namespace) -> _Answer:
+    from mxquant.integrations.parameters import parameters_of
+
     differences: list[TensorDifference] = []
     whole = Comparison()
-    for found in compare(options.first, options.second):
+    for found in compare(options.first, options.second, parameters_of):
         if isinstance(found, TensorDifference):
             differences.append(found)
         else:
@@ -255,14 +296,15 @@ def _report(options: argparse.Namespace) -> tuple[Any, str]:
         for d in differences
     ]
     lines = [text_table(["tensor", "A", "B", "SQNR dB", "differing bytes", "bytes"], cells)] if cells else []
-    for what, names in (
-        ("only in A", whole.only_first),
-        ("only in B", whole.only_second),
-        ("of other shapes", whole.other_shapes),
-    ):
-        if names:
-            lines.append(f"{what}: {len(names)} ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''})")
-    return result, "\n".join(lines)
+    left_out = {
+        "only in A": whole.only_first,
+        "only in B": whole.only_second,
+        "of other shapes": whole.other_shapes,
+    }
+    lines += [f"{what}: {len(names)} ({_some(names)})" for what, names in left_out.items() if names]
+    count = sum(map(len, left_out.values()))
+    complaint = f"{count} tensors are not compared; the report says which, with --json all of them" if count else None
+    return _Answer(result, "\n".join(lines), complaint)
 
 
 def _finite(value: float) -> float | str:
@@ -270,7 +312,7 @@ def _finite(value: float) -> float | str:
     return value if math.isfinite(value) else str(value)
 
 
-def _explain(options: argparse.Namespace) -> tuple[Any, str]:
+def _explain(options: argparse.Namespace) -> _Answer:
     content = read_content(options.path)
     kinds: dict[tuple[Any, ...], list[str]] = {}
     for name, stored in content.quantized.items():
@@ -287,7 +329,7 @@ def _explain(options: argparse.Namespace) -> tuple[Any, str]:
         for names, e in explained
     ]
     text = "\n\n".join(f"{len(names)} weights, such as {names[0]}\n{e}" for names, e in explained)
-    return result, text
+    return _Answer(result, text)
 
 
 def _without_values(content: Content, name: str) -> Any:

@@ -57,7 +57,7 @@ class GPTQ:
             raise ValueError(f"min_tokens={self.min_tokens!r}: it is an integer from 1 on")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class _MXConfig(AOBaseConfig):
     """What the configs share: the fields (documented at `MXFP4Config`) and their validation."""
 
@@ -86,6 +86,15 @@ class _MXConfig(AOBaseConfig):
         if isinstance(self.algorithm, GPTQ):
             return self.algorithm
         return GPTQ() if self.algorithm == "gptq" else None
+
+    def changes(self) -> list[str]:
+        """The fields that differ from their defaults, such as "activation=None"."""
+        values = ((option, getattr(self, option.name)) for option in fields(self))
+        return [f"{option.name}={value!r}" for option, value in values if value != option.default]
+
+    def __repr__(self) -> str:
+        """Short, because mappings name a config for each weight: what is not said is the default."""
+        return f"{type(self).__name__}({', '.join(self.changes())})"
 
     def __post_init__(self) -> None:
         weight = get_format(self.format)
@@ -126,7 +135,7 @@ class _MXConfig(AOBaseConfig):
             raise ValueError(f"activation_scale_mode={self.activation_scale_mode!r}: {error}") from None
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class MXFP4Config(_MXConfig):
     """MXFP4: E2M1 codes and one E8M0 scale a block of 32; 4.25 bits a weight.
 
@@ -151,7 +160,7 @@ class MXFP4Config(_MXConfig):
         return "mxfp4"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class MXFP6Config(_MXConfig):
     """MXFP6: packed 6-bit codes and one E8M0 scale a block of 32; 6.25 bits a weight.
 
@@ -167,7 +176,7 @@ class MXFP6Config(_MXConfig):
         return _format_of("mxfp6", self.element)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class MXFP8Config(_MXConfig):
     """MXFP8: 8-bit codes and one E8M0 scale a block of 32; 8.25 bits a weight. Its scale mode is "rceil" by default.
 
@@ -184,7 +193,7 @@ class MXFP8Config(_MXConfig):
         return _format_of("mxfp8", self.element)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class NVFP4Config(_MXConfig):
     """NVFP4: E2M1 codes, one E4M3 scale a block of 16 and one fp32 scale a tensor; 4.5 bits a weight.
 

@@ -40,6 +40,8 @@ FilterFn = Callable[[nn.Module, str], bool]
 
 _KIND, _PATTERN, _MODULE, _PARAMETER = range(1, 5)
 _OUTPUT_EMBEDDINGS = {"lm_head", "embed_out"}
+FILTERED = "filter_fn"
+"""Why a weight is skipped that a key selects and the filter leaves out."""
 _UNSELECTED = "no key of the config selects it"
 
 
@@ -184,7 +186,7 @@ def _decide(sites: tuple[Site, ...], keys: list[_Key], filter_fn: FilterFn | Non
             f"leave {key.text!r} out of the config, or map it to None"
         )
     if filter_fn is not None and not all(filter_fn(site.module, site.module_name) for site, _ in winners):
-        return Skip(sites, "filter_fn")
+        return Skip(sites, FILTERED)
     return Target(sites, key.config)
 
 
@@ -283,7 +285,10 @@ class _Key:
         if self.text in CONFIG_FIELDS:
             near = f"; a dict that is one config has only the keys {', '.join(CONFIG_FIELDS)}"
         if self.text == EVERY_KIND:
-            return "the config selects nothing: this model has neither nn.Linear modules nor experts; name its weights"
+            return (
+                "the config selects nothing: this model has neither nn.Linear modules nor experts. An nn.Embedding is "
+                "quantized where a mapping names it, such as {'embed': 'mxfp8'}; other layers are not quantized"
+            )
         return f"{self._described} {what}; use 'linear', 'moe', a name or a pattern{near}"
 
 

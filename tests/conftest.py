@@ -1,5 +1,7 @@
 """What every test shares: a fixed seed and one thread; `matmul_reference` beside this file asserts as the tests do."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -12,3 +14,12 @@ torch.set_num_threads(1)
 @pytest.fixture(autouse=True)
 def fixed_seed() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def llama(tmp_path: Path) -> Path:
+    """The folder of a small model in bf16."""
+    from small_transformers import MODELS
+
+    MODELS["llama"]().to(torch.bfloat16).save_pretrained(tmp_path / "source")
+    return tmp_path / "source"

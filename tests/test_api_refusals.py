@@ -135,6 +135,33 @@ def test_a_backend_that_cannot_is_refused_before_any_change(picky: type[Picky]) 
     assert snapshot(model) == before
 
 
+def test_a_filter_that_leaves_nothing_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    model = mlp()
+    quantize_(model, "mxfp4", filter_fn=lambda module, name: name == "linear")
+    assert {type(parameter) for parameter in model.parameters()} == {nn.Parameter}
+    (record,) = caplog.records
+    assert record.getMessage() == (
+        "nothing is quantized: filter_fn is false for all 2 weights that the config selects, such as 0.weight. It is "
+        "given (module, name), with names such as '0'"
+    )
+
+
+def test_a_filter_that_leaves_out_what_is_done_is_quiet(caplog: pytest.LogCaptureFixture) -> None:
+    model = mlp()
+    quantize_(model, "mxfp4")
+    quantize_(model, "mxfp4", filter_fn=lambda module, name: False)
+    quantize_(mlp(), "mxfp4", filter_fn=lambda module, name: name == "0")
+    assert caplog.text == ""
+
+
+def test_a_model_of_other_layers_is_told_what_can_be() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 32, 4))
+    with pytest.raises(
+        ValueError, match=r"neither nn\.Linear .* nor experts\. An nn\.Embedding .* where a mapping names"
+    ):
+        quantize_(model, "mxfp4")
+
+
 @pytest.mark.parametrize("function", [lambda m: quantize_(m, "mxfp4"), dequantize_, mxquant.summary])
 def test_only_modules_are_taken(function: Any) -> None:
     with pytest.raises(TypeError, match=r"_? takes an nn.Module; got Tensor. For a tensor, use mxquant.quantize"):

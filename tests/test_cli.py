@@ -13,13 +13,14 @@ import torch
 
 pytest.importorskip("transformers")
 
-from safetensors.torch import load_file, save_file
+from command_line import run
+from safetensors.torch import load_file
 from small_transformers import IDS, MODELS
 from transformers import (
     AutoModelForCausalLM,
 )
 
-from mxquant import MXTensor, from_pretrained, load_state, mxfp4, quantize_, save_pretrained
+from mxquant import MXTensor, from_pretrained, mxfp4, quantize_, save_pretrained
 from mxquant.cli import main
 from mxquant.integrations.transformers import MXQuantConfig
 
@@ -28,16 +29,6 @@ from mxquant.integrations.transformers import MXQuantConfig
 def source(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     MODELS[request.param]().to(torch.bfloat16).save_pretrained(tmp_path / "source", max_shard_size="60KB")
     return tmp_path / "source"
-
-
-@pytest.fixture
-def llama(tmp_path: Path) -> Path:
-    MODELS["llama"]().to(torch.bfloat16).save_pretrained(tmp_path / "source")
-    return tmp_path / "source"
-
-
-def run(*arguments: object) -> int:
-    return main([str(argument) for argument in arguments])
 
 
 @pytest.mark.parametrize("fmt", ["mxfp4", "nvfp4", "mxfp6_e3m2"])
@@ -142,8 +133,7 @@ def test_a_config_file_means_what_format_means(content: Any, llama: Path, tmp_pa
         ),
         (["--format", "mxfp6_e3m2", "--activation", "none", "--as", "compressed-tensors"], "its codes would be lost"),
         (["--format", "mxfp4", "--as", "gpt-oss"], "would be lost"),
-        (["--format", "mxfp4", "--activation", "int8"], "int8"),
-        (["--config", "absent.json"], "--config absent.json is no file"),
+        (["--format", "mxfp4", "--as", "gpt-oss"], "on the command line, weight-only is --activation none"),
     ],
 )
 def test_what_cannot_be_is_refused_before_anything_is_written(
@@ -177,8 +167,6 @@ def test_a_config_file_that_is_wrong(
     assert run("quantize", llama, tmp_path / "out", "--config", tmp_path / "config.json") == 1
     assert named in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
-    assert run("quantize", llama, tmp_path / "out", "--config", tmp_path) == 1
-    assert "is no file" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -241,6 +229,12 @@ def test_quantizing_twice_and_in_place_is_refused(
         ["quantize", "a", "b"],
         ["quantize", "a", "b", "--format", "int4"],
         ["quantize", "a", "b", "--format", "mxfp4", "--max-shard-bytes", "many"],
+        ["quantize", "a", "b", "--format", "mxfp4", "--max-shard-bytes", "5XB"],
+        ["quantize", "a", "b", "--format", "mxfp4", "--max-shard-bytes", "0KB"],
+        ["quantize", "a", "b", "--format", "mxfp4", "--activation", "int8"],
+        ["quantize", "a", "b", "--config", "absent.json"],
+        ["quantize", "a", "b", "--config", "."],
+        ["quantize", "a", "b", "--config", __file__, "--activation", "none"],
         ["inspect"],
         ["solve"],
     ],
@@ -252,93 +246,21 @@ def test_wrong_usage_exits_with_two(arguments: list[str], capsys: pytest.Capture
     assert "usage:" in capsys.readouterr().err
 
 
-def test_inspect(llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run("quantize", llama, tmp_path / "out", "--format", "mxfp4")
-    capsys.readouterr()
-    assert run("inspect", tmp_path / "out") == 0
+def test_shards_of_a_size_with_a_unit(llama: Path, tmp_path: Path) -> None:
+    for size in ("20KB", "20000"):
+        assert run("quantize", llama, tmp_path / size, "--format", "mxfp4", "--max-shard-bytes", size) == 0
+    files = [sorted(file.name for file in (tmp_path / size).glob("*.safetensors")) for size in ("20KB", "20000")]
+    assert files[0] == files[1]
+    assert len(files[0]) > 1
+
+
+def test_quantize_names_what_it_left(llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text('{"linear": "mxfp4", "*.mlp.*": null}')
+    assert run("quantize", llama, tmp_path / "out", "--config", tmp_path / "config.json") == 0
     text = capsys.readouterr().out
-    assert "mxquant, 14 of 21 tensors quantized" in text
-    assert run("inspect", tmp_path / "out", "--json") == 0
-    found = json.loads(capsys.readouterr().out)
-    rows = {row["name"]: row for row in found["tensors"]}
-    row = rows["model.layers.0.mlp.up_proj.weight"]
-    assert (row["format"], row["precision"], row["shape"], row["bits"]) == ("mxfp4", "W4A4", [96, 64], 4.25)
-    assert rows["lm_head.weight"]["format"] == "bf16"
-    assert found["parameters"] == sum(parameter.numel() for parameter in MODELS["llama"]().parameters())
-
-
-def test_inspect_needs_no_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    save_file({"w": torch.ones(2, 3)}, tmp_path / "weights.safetensors")
-    assert run("inspect", tmp_path / "weights.safetensors", "--json") == 0
-    assert json.loads(capsys.readouterr().out)["producer"] is None
-
-
-def test_report(llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run("quantize", llama, tmp_path / "a", "--format", "mxfp4")
-    run("quantize", llama, tmp_path / "b", "--format", "mxfp8")
-    capsys.readouterr()
-    name = "model.layers.0.mlp.up_proj.weight"
-
-    def rows(first: Path, second: Path) -> dict[str, dict[str, Any]]:
-        assert run("report", first, second, "--json") == 0
-        return {row["name"]: row for row in json.loads(capsys.readouterr().out)["tensors"]}
-
-    against_plain = rows(llama, tmp_path / "a")
-    plain, quantized = load_state(llama)[name].double(), load_state(tmp_path / "a")[name].dequantize().double()
-    expected = 20 * torch.log10(plain.norm() / (plain - quantized).norm())
-    assert against_plain[name]["sqnr_db"] == pytest.approx(expected.item())
-    assert against_plain[name]["differing_bytes"] is None
-    assert against_plain["lm_head.weight"] == {
-        "name": "lm_head.weight",
-        "kinds": ["bfloat16", "bfloat16"],
-        "shape": [128, 64],
-        "differing_bytes": 0,
-        "nbytes": 128 * 64 * 2,
-        "sqnr_db": "inf",
-    }
-    assert rows(llama, tmp_path / "b")[name]["sqnr_db"] > against_plain[name]["sqnr_db"] + 10
-    assert all(row["differing_bytes"] == 0 for row in rows(tmp_path / "a", tmp_path / "a").values())
-
-
-def test_report_counts_differing_bytes(llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run("quantize", llama, tmp_path / "a", "--format", "mxfp4")
-    run("quantize", llama, tmp_path / "b", "--format", "mxfp4")
-    file = tmp_path / "b" / "model.safetensors"
-    name = "model.layers.0.mlp.up_proj.weight"
-    from safetensors import safe_open
-
-    with safe_open(file, "pt") as handle:
-        metadata = handle.metadata()
-    tensors = {key: tensor.clone() for key, tensor in load_file(file).items()}
-    tensors[f"{name}.qdata"][:2, 0] ^= 1
-    tensors[f"{name}.scale"][5, 1] += 1
-    save_file(tensors, file, metadata)
-    capsys.readouterr()
-    assert run("report", tmp_path / "a", tmp_path / "b", "--json") == 0
-    rows = {row["name"]: row for row in json.loads(capsys.readouterr().out)["tensors"]}
-    assert rows[name]["differing_bytes"] == 3
-    assert run("report", tmp_path / "a", tmp_path / "b") == 0
-    assert "differing bytes" in capsys.readouterr().out
-
-
-def test_report_of_strangers_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    save_file({"a": torch.ones(2)}, tmp_path / "a.safetensors")
-    save_file({"b": torch.ones(2)}, tmp_path / "b.safetensors")
-    assert run("report", tmp_path / "a.safetensors", tmp_path / "b.safetensors") == 1
-    assert "no tensor of one name" in capsys.readouterr().err
-
-
-def test_explain(llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run("quantize", llama, tmp_path / "out", "--format", "mxfp4")
-    capsys.readouterr()
-    assert run("explain", tmp_path / "out", "--json") == 0
-    found = json.loads(capsys.readouterr().out)
-    assert sum(len(kind["weights"]) for kind in found) == 14
-    assert all(kind["chosen"] for kind in found)
-    assert run("explain", tmp_path / "out", "--device", "cuda") == 0
-    assert "on cuda" in capsys.readouterr().out
-    assert run("explain", llama) == 1
-    assert "is not quantized" in capsys.readouterr().err
+    assert "left as they are, embedding: 1 (model.embed_tokens.weight)" in text
+    named = ", ".join(f"model.layers.0.mlp.{name}_proj.weight" for name in ("down", "gate", "up"))
+    assert f"left as they are, the config says None for '*.mlp.*': 6 ({named}, ...)" in text
 
 
 def test_as_a_program(llama: Path) -> None:

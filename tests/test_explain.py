@@ -28,13 +28,13 @@ def test_explain_a_layer(picky: type[Picky]) -> None:
         str(explanation),
         """\
 W4A4: mxfp4 input [7, 40] times mxfp4 weight [64, 40] on cpu; requested backend: auto
-| backend   | verdict                                            |
-|-----------|----------------------------------------------------|
-| fp8       | needs an NVIDIA GPU, this is cpu                   |
-| fp16      | needs an NVIDIA GPU, this is cpu                   |
-| triton    | needs a CUDA or ROCm GPU that is here, this is cpu |
-| picky     | weight-only                                        |
-| emulation | chosen                                             |""",
+| backend   | verdict                               |
+|-----------|---------------------------------------|
+| fp8       | needs an NVIDIA GPU, this is cpu      |
+| fp16      | needs an NVIDIA GPU, this is cpu      |
+| triton    | needs a CUDA or ROCm GPU, this is cpu |
+| picky     | weight-only                           |
+| emulation | chosen                                |""",
     )
 
 
@@ -48,7 +48,9 @@ def test_explain_what_was_asked_for(picky: type[Picky]) -> None:
 
 def test_explain_another_device(picky: type[Picky]) -> None:
     weight = mxquant.quantize(torch.randn(16, 32), "mxfp4")
-    assert explain(weight, device="cuda").matmul.endswith("on cuda")
+    absent = "" if torch.cuda.is_available() else ", which is not here"
+    assert explain(weight, device="cuda").matmul.endswith(f"on cuda{absent}")
+    assert explain(weight, device="cpu").matmul.endswith("on cpu")
     layer = nn.Linear(32, 16)
     quantize_(layer, {"linear": mxquant.mxfp4(activation=None)})
     assert explain(layer, device="cuda").chosen == "picky"

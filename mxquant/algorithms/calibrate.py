@@ -45,6 +45,7 @@ def calibrate(
         saved: stages that are there are taken from it instead of computed, others are added to it when finished.
     """
     sequential = all(_settings(target.config).sequential for target in targets)
+    replacing = _Replacing(replace)
     left = dict.fromkeys(targets)
     targets.clear()
     with calibrating(model):
@@ -55,12 +56,13 @@ def calibrate(
             for target in inside:
                 del left[target]
             wants_outputs = any(saved is None or number not in saved for number in range(index + 1, len(stages)))
-            outputs = _finish(index, stage, inside, sequential, replace, saved, wants_outputs=wants_outputs)
+            outputs = _finish(index, stage, inside, sequential, replacing, saved, wants_outputs=wants_outputs)
             if wants_outputs:
                 pass_on(outputs, stages[index + 1])
             stage.calls.clear()
         if left:
-            _finish(len(stages), whole, list(left), sequential, replace, saved, wants_outputs=False)
+            _finish(len(stages), whole, list(left), sequential, replacing, saved, wants_outputs=False)
+    replacing.warn_of_few()
 
 
 def _finish(
@@ -68,7 +70,7 @@ def _finish(
     stage: Stage,
     targets: Sequence[Target],
     sequential: bool,
-    replace: Replace,
+    replace: _Replacing,
     saved: SavedStages | None,
     *,
     wants_outputs: bool,
@@ -83,7 +85,7 @@ def _finish(
     before = stage.run(lambda: None) if wants_outputs and not sequential else []
     weights = saved.read(number)
     for target in targets:
-        replace(target, _Solved(target.name, _matrices_of(weights.pop(target.name), target)))
+        replace(target, _among(_matrices_of(weights.pop(target.name), target)))
     return stage.run(lambda: None) if wants_outputs and sequential else before
 
 
@@ -105,7 +107,7 @@ def _matrices_of(weight: MXTensor, target: Target) -> dict[int, MXTensor]:
 
 
 def _quantize_stage(
-    stage: Stage, targets: Sequence[Target], sequential: bool, replace: Replace, *, wants_outputs: bool
+    stage: Stage, targets: Sequence[Target], sequential: bool, replace: _Replacing, *, wants_outputs: bool
 ) -> list[Any]:
     """Quantize the weights of one stage. Its outputs are those of the stage as it was, or, sequential, as it is now."""
     observer = Observer(targets)
@@ -141,7 +143,7 @@ def _discover(stage: Stage, observer: Observer, targets: Sequence[Target]) -> No
     observer.sums = True
 
 
-def _replace_all(inputs: Inputs, replace: Replace) -> None:
+def _replace_all(inputs: Inputs, replace: _Replacing) -> None:
     """Quantize the weights that share these inputs, and forget the sums."""
     alike: dict[tuple[object, ...], list[Target]] = {}
     for target in inputs.targets:
@@ -155,7 +157,8 @@ def _replace_all(inputs: Inputs, replace: Replace) -> None:
             if inputs.tokens[index] >= _settings(targets[0].config).min_tokens
         }
         for position, target in enumerate(targets):
-            replace(target, _Solved(target.name, {index: found[position] for index, found in solved.items()}))
+            matrices = {index: found[position] for index, found in solved.items()}
+            replace(target, replace.solved(target, matrices, inputs.tokens))
     inputs.clear()
 
 
@@ -188,23 +191,43 @@ def _one_a_row(scales: Sequence[Tensor | None], matrices: Sequence[Tensor]) -> T
     return torch.cat(columns) if columns else None
 
 
-class _Solved:
-    """A `WeightQuantizer` that knows the answers; what has none is rounded to nearest, with a warning."""
+class _Replacing:
+    """`Replace`, and a record of the matrices that saw too few tokens, for one warning about all of them."""
 
-    def __init__(self, name: str, found: dict[int, MXTensor]) -> None:
-        self._name = name
-        self._found = found
+    def __init__(self, replace: Replace) -> None:
+        self._replace = replace
+        self._few: list[str] = []
 
-    def __call__(self, weight: Tensor, config: WeightConfig, k_axis: int, index: int) -> MXTensor:
-        if index in self._found:
-            return self._found[index]
-        matrix = f" (matrix {index} of its stack)" if self._found or index else ""
-        _logger.warning(
-            "%s%s saw fewer tokens than GPTQ's min_tokens, so it is rounded to nearest; calibrate on more",
-            self._name,
-            matrix,
-        )
-        return round_to_nearest(weight, config, k_axis, index)
+    def __call__(self, target: Target, quantizer: WeightQuantizer) -> None:
+        self._replace(target, quantizer)
+
+    def solved(self, target: Target, found: dict[int, MXTensor], tokens: dict[int, int]) -> WeightQuantizer:
+        """The quantizer that knows the answers; what has none is rounded to nearest, and noted."""
+
+        def quantizer(weight: Tensor, config: WeightConfig, k_axis: int, index: int) -> MXTensor:
+            if index in found:
+                return found[index]
+            matrix = f" matrix {index} of its stack" if target.sites[0].kind == "experts" else ""
+            needed = _settings(target.config).min_tokens
+            self._few.append(f"{target.name}{matrix} ({tokens.get(index, 0)} of {needed})")
+            return round_to_nearest(weight, config, k_axis, index)
+
+        return quantizer
+
+    def warn_of_few(self) -> None:
+        if self._few:
+            _logger.warning(
+                "%d matrices saw fewer tokens than GPTQ's min_tokens, so they are rounded to nearest; calibrate on "
+                "more: %s%s",
+                len(self._few),
+                ", ".join(self._few[:8]),
+                ", ..." if len(self._few) > 8 else "",
+            )
+
+
+def _among(matrices: dict[int, MXTensor]) -> WeightQuantizer:
+    """The quantizer that knows every answer."""
+    return lambda weight, config, k_axis, index: matrices[index]
 
 
 def _settings(config: _MXConfig) -> GPTQ:

@@ -9,6 +9,7 @@ file that was cut short, not one with a wrong byte.
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import hashlib
 import json
 import os
@@ -118,13 +119,18 @@ def open_stages(
     origin = {
         "version of mxquant's algorithm": _VERSION,
         "model": _digest_of_model(model),
-        "config": _digest({}, *(f"{target.name}: {target.config!r}" for target in targets)),
+        "config": _digest({}, *(_described(target) for target in targets)),
         "calibration": _digest_of_batches(batches),
     }
     folder.mkdir(parents=True, exist_ok=True)
     saved = SavedStages(folder, origin)
     saved.check()
     return saved
+
+
+def _described(target: Target) -> str:
+    """With every field of its config, those of default values too: defaults may change."""
+    return f"{target.name}: {type(target.config).__name__} {dataclasses.asdict(target.config)}"
 
 
 def _number_of(file: Path) -> int:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import io
 import logging
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from mxquant.algorithms.stages import Batch, calibrating, model_stage
 from mxquant.config import EVERY_KIND, MXFP4Config, MXFP6Config, MXFP8Config, _MXConfig, resolve_config
 from mxquant.formats import get_format
 from mxquant.select import select
+from mxquant.tensor import MXTensor
 
 _logger = logging.getLogger("mxquant")
 _DEFAULT = (MXFP4Config(), MXFP6Config(), MXFP8Config())
@@ -51,7 +53,7 @@ class Sensitivity:
     def propose(self, budget: float | str) -> dict[str, _MXConfig]:
         """A mapping for `quantize_`: for each weight one of the configs, within a mean number of bits a weight.
 
-        From the cheapest configs on, what takes away most loss a bit comes first.
+        Each weight begins with the best of the cheapest configs; then what takes away most loss a bit comes first.
 
         Args:
             budget: such as 4.5 or "4.5 bits", scales included.
@@ -63,9 +65,9 @@ class Sensitivity:
         bits = [get_format(config.format).bits_per_weight for config in self.configs]
         if allowed < min(bits):
             raise ValueError(f"budget={budget!r} is below the smallest config's {min(bits)} bits a weight")
-        cheapest = bits.index(min(bits))
-        chosen = dict.fromkeys((layer.name for layer in self.layers), cheapest)
-        left = (allowed - bits[cheapest]) * sum(layer.numel for layer in self.layers)
+        cheapest = [index for index, one in enumerate(bits) if one == min(bits)]
+        chosen = {layer.name: min(cheapest, key=layer.added_loss.__getitem__) for layer in self.layers}
+        left = (allowed - min(bits)) * sum(layer.numel for layer in self.layers)
         while True:
             best: tuple[float, str, int, float] | None = None
             for layer in self.layers:
@@ -73,8 +75,11 @@ class Sensitivity:
                 for index, more in enumerate(bits):
                     cost = (more - bits[now]) * layer.numel
                     gain = layer.added_loss[now] - layer.added_loss[index]
-                    if 0 < cost <= left and gain > 0 and (best is None or gain / cost > best[0]):
-                        best = (gain / cost, layer.name, index, cost)
+                    if cost < 0 or cost > left or gain <= 0:
+                        continue
+                    worth = gain / cost if cost else math.inf
+                    if best is None or worth > best[0]:
+                        best = (worth, layer.name, index, cost)
             if best is None:
                 return {name: self.configs[index] for name, index in chosen.items()}
             _, name, index, cost = best
@@ -86,7 +91,7 @@ class Sensitivity:
         from rich.console import Console
         from rich.table import Table
 
-        table = Table("layer", *(config.format for config in self.configs), "weights", box=box.MARKDOWN)
+        table = Table("layer", *map(_label, self.configs), "weights", box=box.MARKDOWN)
         for layer in self.layers:
             table.add_row(layer.name, *(f"{loss:.3g}" for loss in layer.added_loss), f"{layer.numel:,}")
         text = io.StringIO()
@@ -95,7 +100,7 @@ class Sensitivity:
 
 
 def sensitivity(
-    model: nn.Module, batches: Iterable[Batch], configs: Sequence[object] = _DEFAULT, *, seed: int = 0
+    model: nn.Module, batches: Iterable[Batch], configs: Sequence[object] | object = _DEFAULT, *, seed: int = 0
 ) -> Sensitivity:
     """Estimate what quantizing each weight alone to each config would add to the loss. The model stays as it is.
 
@@ -106,17 +111,25 @@ def sensitivity(
 
     Args:
         batches: some hundreds of tokens are enough; each batch is what the model is called with.
-        configs: configs or their shorthands, such as "mxfp4".
+        configs: configs or their shorthands, such as "mxfp4"; or one alone.
         seed: of the draw from the model's predictions.
 
     Raises:
-        ValueError: no batches, configs or weights, or an output that has no gradients.
+        ValueError: no batches, configs or weights, a weight that is quantized already, or an output that has no
+            gradients.
         TypeError: a config that is none.
     """
-    resolved = tuple(config for value in configs if (config := resolve_config(value)) is not None)
+    given = configs if isinstance(configs, Iterable) and not isinstance(configs, (str, Mapping)) else [configs]
+    resolved = tuple(config for value in given if (config := resolve_config(value)) is not None)
     if not resolved:
         raise ValueError(f"configs={configs!r} has none; give configs such as 'mxfp4', 'mxfp6'")
-    sums = [Sums(target, resolved) for target in select(model, {EVERY_KIND: resolved[0]}).targets]
+    targets = select(model, {EVERY_KIND: resolved[0]}).targets
+    if quantized := [target.name for target in targets if isinstance(target.parameter, MXTensor)]:
+        raise ValueError(
+            f"{len(quantized)} weights are quantized already, such as {quantized[0]}; estimate on the model as it was "
+            "before quantize_"
+        )
+    sums = [Sums(target, resolved) for target in targets]
     calls = model_stage(model, list(batches)).calls
     if not calls:
         raise ValueError("there is nothing to estimate from: 0 batches; give some of what the model is called with")
@@ -143,6 +156,11 @@ def sensitivity(
     if not rows:
         raise _nothing_to_estimate(sums)
     return Sensitivity(resolved, sorted(rows, key=lambda row: row.added_loss, reverse=True))
+
+
+def _label(config: _MXConfig) -> str:
+    """What tells a config apart: its format, and what is not that config's default."""
+    return " ".join([config.format, *(part for part in config.changes() if not part.startswith("element="))])
 
 
 def _nothing_to_estimate(sums: Sequence[Sums]) -> ValueError:

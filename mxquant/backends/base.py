@@ -111,6 +111,13 @@ class Problem:
     """
 
 
+def no_device(problem: Problem, needed: str) -> str:
+    """Why a problem without a compute capability is declined by a backend that runs on `needed`."""
+    if problem.device.type == "cuda":
+        return "no CUDA device is here, so it cannot be asked"
+    return f"needs {needed}, this is {problem.device.type}"
+
+
 class Layout(abc.ABC):
     """A backend's own arrangement of a weight's bytes: of equal size, and invertible, so that nothing is held twice.
 

@@ -33,7 +33,10 @@ def register_backend(cls: _B, before: str = Emulation.name) -> _B:
     if not isinstance(getattr(cls, "name", None), str):
         raise TypeError(f"{cls.__name__} has no name; give it a class attribute `name`, a string")
     if cls.name in (*_backends, "auto", ""):
-        raise ValueError(f"backend name {cls.name!r} is taken; registered: {', '.join(_backends)} (auto is reserved)")
+        registered = f"registered: {', '.join(_backends)} (auto is reserved)"
+        is_removable = cls.name in _backends and cls.name != Emulation.name
+        again = f"; mxquant.backends.unregister_backend({cls.name!r}) frees it" if is_removable else ""
+        raise ValueError(f"backend name {cls.name!r} is taken{again}; {registered}")
     if cls.layout is not None and cls.layout.name in (
         CANONICAL,
         *(b.layout.name for b in _backends.values() if b.layout),

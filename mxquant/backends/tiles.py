@@ -7,7 +7,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from mxquant.backends.base import Groups, Layout, Operand, Problem
+from mxquant.backends.base import Groups, Layout, Operand, Problem, no_device
 from mxquant.formats.spec import Format, get_format
 from mxquant.kernels import has_triton
 from mxquant.kernels.tiles import BLOCK, LEAST_COLUMNS, ROWS, pack_tiles, unpack_tiles
@@ -53,7 +53,7 @@ def reject_search(problem: Problem) -> str | None:
 def reject_device(problem: Problem) -> str | None:
     """None where wgmma takes its first operand from registers and Triton is there."""
     if problem.capability is None:
-        return f"needs an NVIDIA GPU, this is {problem.device.type}"
+        return no_device(problem, "an NVIDIA GPU")
     # ROCm counts its architectures as capabilities, too: gfx90a is its 9.0.
     if torch.version.hip is not None:
         return "needs an NVIDIA GPU, this is one of AMD's"

@@ -11,7 +11,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from mxquant.backends.base import Backend, Operand, Problem
+from mxquant.backends.base import Backend, Operand, Problem, no_device
 from mxquant.backends.tiles import reject_search
 from mxquant.formats.spec import get_format
 from mxquant.kernels import has_triton
@@ -24,7 +24,7 @@ class Triton(Backend):
 
     def reject(self, problem: Problem) -> str | None:
         if problem.device.type != "cuda" or problem.capability is None:
-            return f"needs a CUDA or ROCm GPU that is here, this is {problem.device.type}"
+            return no_device(problem, "a CUDA or ROCm GPU")
         if torch.version.hip is None and problem.capability < (8, 0):
             return "needs compute capability 8.0 (bf16), this is {}.{}".format(*problem.capability)
         if not has_triton():

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from mxquant.checkpoints.files import Reader
 from mxquant.checkpoints.load import Content, read_content
 from mxquant.tensor import MXTensor
 
+_logger = logging.getLogger("mxquant")
 _CHUNK_ELEMENTS = 1 << 22
 
 
@@ -43,13 +45,35 @@ class Comparison:
     other_shapes: list[str] = field(default_factory=list)
 
 
-def compare(first: str | os.PathLike[str], second: str | os.PathLike[str]) -> Iterator[TensorDifference | Comparison]:
+class Tensors(Protocol):
+    """What is compared: named tensors, each read when asked for."""
+
+    @property
+    def names(self) -> list[str]: ...
+
+    def shape(self, name: str) -> tuple[int, ...]: ...
+
+    def nbytes(self, name: str) -> int: ...
+
+    def read_alone(self, name: str) -> Tensor: ...
+
+
+def compare(
+    first: str | os.PathLike[str],
+    second: str | os.PathLike[str],
+    by_model: Callable[[Content], Tensors | None] = lambda content: None,
+) -> Iterator[TensorDifference | Comparison]:
     """Each tensor that both have, and at last the whole comparison.
+
+    Args:
+        by_model: the tensors of a checkpoint by the names that its model has, or None where the model is not known. It
+            is asked where the files name or split them otherwise, as mixtures' experts; where it raises ValueError or
+            NotImplementedError, the log says so, and names are those of the files.
 
     Raises:
         FileNotFoundError, ValueError, NotImplementedError: as `load_state`; ValueError if they have no name in common.
     """
-    a, b = read_content(first), read_content(second)
+    a, b = _named_alike(read_content(first), read_content(second), by_model)
     ours, theirs = set(a.names), set(b.names)
     common = [name for name in a.names if name in theirs]
     if not common:
@@ -65,8 +89,19 @@ def compare(first: str | os.PathLike[str], second: str | os.PathLike[str]) -> It
     yield result
 
 
-def _difference(name: str, a: Content, b: Content) -> TensorDifference:
-    x, y = a.read(name, Reader(a.checkpoint)), b.read(name, Reader(b.checkpoint))
+def _named_alike(a: Content, b: Content, by_model: Callable[[Content], Tensors | None]) -> tuple[Tensors, Tensors]:
+    if set(a.names) == set(b.names):
+        return a, b
+    try:
+        x, y = by_model(a), by_model(b)
+    except (ValueError, NotImplementedError) as error:
+        _logger.warning("compared by the names in the files, because one of them does not fit its model: %s", error)
+        return a, b
+    return (a, b) if x is None or y is None else (x, y)
+
+
+def _difference(name: str, a: Tensors, b: Tensors) -> TensorDifference:
+    x, y = a.read_alone(name), b.read_alone(name)
     return TensorDifference(
         name, (kind(x), kind(y)), tuple(x.shape), _differing_bytes(x, y), a.nbytes(name), sqnr_db(x, y)
     )

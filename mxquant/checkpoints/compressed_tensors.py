@@ -109,7 +109,7 @@ class CompressedTensors:
     def _exact_divisor(
         self, name: str, weight: MXTensor, kind: str, multiplier: Tensor, known: Tensor | None
     ) -> Tensor:
-        """Refused where no number stands for the multiplier and that shows: in the weight's values, as its dtype has them,
+        """Refused where no number stands for the multiplier and it shows: in the weight's values, rounded to its dtype,
         or in the codes of activations.
         """
         divisor = _divisor(multiplier, known)

@@ -84,11 +84,12 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     """Read the headers and configs of a checkpoint.
 
     Args:
-        path: a folder, or one safetensors file.
+        path: a folder, or one safetensors file, with the configs beside it if it is of their checkpoint.
 
     Raises:
         FileNotFoundError: there is no checkpoint.
-        ValueError: a file is damaged, or the files do not agree with each other.
+        ValueError: a file is damaged, or the files do not agree with each other; the file is a shard of a quantized
+            checkpoint and does not say itself what is quantized.
     """
     given = Path(path)
     if given.is_file():
@@ -107,9 +108,28 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
         _add(folder, file, tensors, headers)
     if listed is not None:
         _check_index(listed, tensors)
-    config = json_of(folder / "config.json") if given.is_dir() else None
-    hf_quant = json_of(folder / "hf_quant_config.json") if given.is_dir() else None
-    return Checkpoint(folder, tensors, tuple(headers), config or {}, hf_quant)
+    configs: list[dict[str, Any] | None] = [None, None]
+    if given.is_dir() or _is_of_the_checkpoint(given):
+        configs = [json_of(folder / "config.json"), json_of(folder / "hf_quant_config.json")]
+    checkpoint = Checkpoint(folder, tensors, tuple(headers), configs[0] or {}, configs[1])
+    if given.is_file() and _SHARD.fullmatch(given.name) and not headers:
+        _refuse_part(given, checkpoint)
+    return checkpoint
+
+
+def _is_of_the_checkpoint(file: Path) -> bool:
+    """Whether the config beside a file speaks of it, too."""
+    alone = [other.name for other in file.parent.glob("*.safetensors")] == [file.name]
+    return alone or file.name == WEIGHTS or _SHARD.fullmatch(file.name) is not None
+
+
+def _refuse_part(file: Path, checkpoint: Checkpoint) -> None:
+    """Codes and scales may lie in different shards, and only the config says which tensors are which."""
+    if checkpoint.quantization_config or checkpoint.hf_quant_config:
+        raise ValueError(
+            f"{file} is one of several files of a quantized checkpoint, and its header does not say what is quantized; "
+            f"give the folder, {checkpoint.path}"
+        )
 
 
 def headers_of(files: Iterable[str | os.PathLike[str]]) -> list[dict[str, str]]:

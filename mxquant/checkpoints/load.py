@@ -77,6 +77,10 @@ class Content:
             return reader.read(name) if rows is None else reader.read(rows.source)[rows.first : rows.last]
         return self.read_quantized(stored, reader.read)
 
+    def read_alone(self, name: str) -> Tensor:
+        """One tensor by a reader of its own: its file is unmapped with the tensor."""
+        return self.read(name, Reader(self.checkpoint))
+
     def read_quantized(self, stored: Stored, read: Callable[[str], Tensor]) -> MXTensor:
         return build(stored, self.checkpoint.tensors, self.dtype, read)
 

@@ -6,7 +6,6 @@ but those of the parameter at hand and of the shard that is being written.
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import os
 import shutil
@@ -19,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from mxquant.checkpoints.compressed_tensors import with_divisor
-from mxquant.checkpoints.files import Reader, json_of
+from mxquant.checkpoints.files import json_of
 from mxquant.checkpoints.load import Content, read_content
 from mxquant.checkpoints.producer import Producer, module_of
 from mxquant.checkpoints.registry import get_producer
@@ -27,6 +26,7 @@ from mxquant.checkpoints.write import MAX_SHARD_BYTES, ShardWriter, described, r
 from mxquant.config import _MXConfig
 from mxquant.formats import get_format
 from mxquant.integrations.extra import needing_transformers
+from mxquant.integrations.parameters import read_parameter
 from mxquant.select import Target
 from mxquant.tensor import MXTensor
 
@@ -133,7 +133,7 @@ class _Task:
         """Read, merge, quantize and write one parameter."""
         from mxquant.integrations.quantizer import quantized_target
 
-        value = self._read(name)
+        value = read_parameter(name, self.sources[name], self.content, self.model)
         if name not in self.targets:
             for file_name, tensor in self._named(name, value).items():
                 if tensor.dim() == 2 and file_name.endswith(".weight"):
@@ -158,32 +158,6 @@ class _Task:
             module_of(name) for name, first in tied.items() if name not in self.sources and first not in self.targets
         ]
         return [*self.ordinary, *absent]
-
-    def _read(self, name: str) -> Tensor:
-        """The parameter's values, by the conversions of its family where it has any; nothing stays mapped of merged
-        ones.
-        """
-        source, reader = self.sources[name], Reader(self.content.checkpoint)
-        if source.converter is None:
-            return self.content.read(source.names[0], reader)
-        converter = copy.deepcopy(source.converter)
-        for file_name, pattern in zip(source.names, source.patterns, strict=True):
-            tensor = self.content.read(file_name, reader)
-            converter.add_tensor(name, file_name, pattern, lambda tensor=tensor: tensor)
-        merged = converter.convert(name, model=self.model, config=self.model.config)
-        if set(merged) != {name}:
-            raise NotImplementedError(
-                f"{sorted(merged)} are made of one tensor in the files ({source.names[0]}); load the model with "
-                "MXQuantConfig and save it instead"
-            )
-        value = merged[name][0] if isinstance(merged[name], list) else merged[name]
-        expected = tuple(self.model.get_parameter(name).shape)
-        if tuple(value.shape) != expected:
-            raise ValueError(
-                f"{name!r}, merged of {len(source.names)} tensors, has shape {tuple(value.shape)}, in the model "
-                f"{expected}; config.json and the weights are not of one model"
-            )
-        return value
 
     def _named(self, name: str, value: Tensor) -> dict[str, Tensor]:
         """A parameter under the names of the files that are written: merged experts are taken apart for others."""

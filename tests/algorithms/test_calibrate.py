@@ -162,8 +162,11 @@ def test_experts_see_the_tokens_that_are_routed_to_them(caplog: pytest.LogCaptur
     config = MXFP4Config(rotation=32, activation=None, algorithm=GPTQ(sequential=False, min_tokens=16))
     with caplog.at_level(logging.WARNING, "mxquant"):
         quantize_(model, {"moe": config}, calibration=data)
-    assert "blocks.0.experts.up (matrix 3 of its stack) saw fewer tokens" in caplog.text
-    assert "(matrix 2" not in caplog.text
+    (record,) = [record for record in caplog.records if "fewer tokens" in record.getMessage()]
+    assert record.getMessage() == (
+        "2 matrices saw fewer tokens than GPTQ's min_tokens, so they are rounded to nearest; calibrate on more: "
+        "blocks.0.experts.up matrix 3 of its stack (0 of 16), blocks.0.experts.down matrix 3 of its stack (0 of 16)"
+    )
     rounded = copy.deepcopy(original)
     quantize_(rounded, {"moe": MXFP4Config(rotation=32, activation=None)})
     up, rounded_up = model.blocks[0].experts.up, rounded.blocks[0].experts.up
@@ -262,6 +265,16 @@ def test_a_layer_that_never_runs_is_rounded_with_a_warning(caplog: pytest.LogCap
     assert (model.unused.weight.dequantize() - weight).norm() < 0.15 * weight.norm()
 
 
+def test_too_few_tokens_are_counted_in_one_warning(caplog: pytest.LogCaptureFixture) -> None:
+    data = batches(1)
+    with caplog.at_level(logging.WARNING, "mxquant"):
+        quantize_(Model(), MXFP4Config(algorithm=GPTQ(min_tokens=10_000)), calibration=data)
+    (record,) = caplog.records
+    assert record.getMessage().startswith("10 matrices saw fewer tokens than GPTQ's min_tokens")
+    assert f"blocks.0.down.weight ({data[0].numel()} of 10000)" in record.getMessage()
+    assert record.getMessage().endswith("10000), ...")
+
+
 # Stages
 
 
@@ -315,7 +328,8 @@ def test_a_batch_that_fails_changes_nothing_and_the_log_says_so(caplog: pytest.L
     model = Model()
     with pytest.raises(IndexError):
         quantize_(model, ROTATED, calibration=[torch.full((8, 16), 1000)])
-    assert "stopped at calibration: 0 of 10 weights" in caplog.text
+    assert "stopped at calibration: 0 of 10 weights are quantized, the model is as it was" in caplog.text
+    assert "To go on" not in caplog.text
     assert not any(isinstance(p, MXTensor) for p in model.parameters())
     assert not any("forward" in vars(module) for module in model.modules())
 

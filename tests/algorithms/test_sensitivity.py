@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from expecttest import assert_expected_inline
 from small_models import snapshot
 from torch import Tensor, nn
 
@@ -111,6 +112,17 @@ def test_what_takes_away_most_loss_a_bit_comes_first(budget: float | str, wide: 
     assert set(mapping) == set("abcd")
 
 
+@pytest.mark.parametrize("budget", [8.25, 9])
+def test_of_configs_of_equal_bits_the_better_is_taken(budget: float) -> None:
+    """Whatever their order, and whether they are the cheapest or not."""
+    five = MXFP8Config(element="e5m2")
+    for configs in ((five, EIGHT), (EIGHT, five), (FOUR, five, EIGHT), (FOUR, EIGHT, five)):
+        for better, other in ((EIGHT, five), (five, EIGHT)):
+            losses = {FOUR: 9.0, better: 1.0, other: 2.0}
+            found = Sensitivity(configs, [LayerSensitivity("a", 100, tuple(losses[config] for config in configs))])
+            assert found.propose(budget) == {"a": better}
+
+
 @pytest.mark.parametrize("budget, message", [(4, "below"), ("few", "no number"), (None, "no number")])
 def test_budgets_that_cannot_be(budget: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
@@ -141,8 +153,16 @@ def test_more_bits_lose_less() -> None:
 
 
 def test_it_prints_a_table() -> None:
-    assert "| layer" in str(example())
-    assert "mxfp8_e4m3" in str(example())
+    """Configs of one format are told apart by what they change."""
+    configs = (FOUR, MXFP4Config(activation=None, rotation=32), MXFP8Config(element="e5m2"))
+    found = Sensitivity(configs, [LayerSensitivity("a", 1000, (1.0, 0.25, 0.125))])
+    assert_expected_inline(
+        str(found),
+        """\
+| layer | mxfp4 | mxfp4 activation=None rotation=32 | mxfp8_e5m2 | weights |
+|-------|-------|-----------------------------------|------------|---------|
+| a     | 1     | 0.25                              | 0.125      | 1,000   |""",
+    )
 
 
 # Refusals
@@ -154,6 +174,21 @@ def test_it_prints_a_table() -> None:
 def test_nothing_to_estimate(data: list[Tensor], configs: list[str], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         sensitivity(nn.Linear(64, 64), data, configs)
+
+
+def test_one_config_is_a_list_of_one() -> None:
+    data = [torch.randn(4, 64)]
+    for config in ("mxfp4", {"weight": "mxfp4"}, FOUR):
+        assert sensitivity(nn.Linear(64, 64), data, config).configs == (FOUR,)
+
+
+def test_a_quantized_model_is_refused() -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    quantize_(model, {"1": "mxfp4"})
+    with pytest.raises(
+        ValueError, match=r"1 weights are quantized already, such as 1\.weight; estimate on the model as"
+    ):
+        sensitivity(model, [torch.randn(2, 64)])
 
 
 def test_outputs_without_gradients_are_refused() -> None:

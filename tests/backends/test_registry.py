@@ -68,6 +68,14 @@ class Doubling(Backend):
         return (y if bias is None else y + bias).to(problem.dtype)
 
 
+def test_a_device_that_is_not_here_is_not_said_to_be_the_wrong_one() -> None:
+    absent = dict(candidates(problem(device=torch.device("cuda"))))
+    here = dict(candidates(problem()))
+    for name in ("fp8", "fp16", "triton"):
+        assert absent[name] == "no CUDA device is here, so it cannot be asked"
+        assert str(here[name]).endswith(" GPU, this is cpu")
+
+
 # Order and registration
 
 
@@ -121,13 +129,13 @@ def test_what_is_no_backend_is_refused(cls: object) -> None:
 @pytest.mark.parametrize("taken", ["emulation", "auto", ""])
 def test_names_that_are_taken_are_refused(taken: str) -> None:
     cls = type("Taken", (Doubling,), {"name": taken})
-    with pytest.raises(ValueError, match=f"'{taken}'"):
+    with pytest.raises(ValueError, match=f"'{taken}' is taken; registered: "):
         register_backend(cls)
 
 
 def test_registering_twice_is_refused() -> None:
     register_backend(Doubling)
-    with pytest.raises(ValueError, match="doubling"):
+    with pytest.raises(ValueError, match=r"'doubling' is taken; .*\.unregister_backend\('doubling'\) frees it"):
         register_backend(Doubling)
 
 
