@@ -12,10 +12,14 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from mxquant.algorithms.calls import version_of
 from mxquant.algorithms.matrices import is_computable, is_routed_call, multiply, rows_of_experts
 from mxquant.algorithms.stages import Stop
 from mxquant.modules.experts import ExpertsLayout
 from mxquant.select import Target
+
+_Given = tuple[tuple[object, int], ...]
+"""Objects and their versions."""
 
 
 @dataclass(eq=False)
@@ -54,7 +58,7 @@ class Observer:
         self.sums = True
         """Whether to sum at all, or only to find out who shares inputs."""
         self._of_target: dict[Target, Inputs] = {}
-        self._seen: list[tuple[tuple[object, ...], Inputs]] = []
+        self._seen: list[tuple[_Given, Inputs]] = []
         self._handles = [handle for target in targets if (handle := self._hook(target)) is not None]
 
     def after_batch(self) -> None:
@@ -88,8 +92,9 @@ class Observer:
 
         return site.module.register_forward_pre_hook(observe)
 
-    def _see(self, target: Target, given: tuple[object, ...], add: Callable[[Inputs], None]) -> None:
-        """`given`: what layers of the same inputs are given the same objects of."""
+    def _see(self, target: Target, objects: tuple[object, ...], add: Callable[[Inputs], None]) -> None:
+        """`objects`: what layers of the same inputs are given the same of."""
+        given = tuple((one, version_of(one)) for one in objects)  # in place, a tensor becomes another input
         known = next((inputs for seen, inputs in self._seen if _are_same(seen, given)), None)
         inputs = self._of_target.get(target)
         if inputs is None:
@@ -107,8 +112,10 @@ class Observer:
             raise Stop
 
 
-def _are_same(some: tuple[object, ...], others: tuple[object, ...]) -> bool:
-    return len(some) == len(others) and all(a is b for a, b in zip(some, others, strict=True))
+def _are_same(some: _Given, others: _Given) -> bool:
+    return len(some) == len(others) and all(
+        a is b and version == other for (a, version), (b, other) in zip(some, others, strict=True)
+    )
 
 
 def _up_inputs(

@@ -26,7 +26,7 @@ from mxquant.tensor.state import METADATA_KEY
 
 _KEY = "mxquant.stage"
 # Of these files. Raised where the same model, configs and batches give other codes.
-_VERSION = 1
+_VERSION = 2
 _Update = Callable[[Any], Any]
 
 
