@@ -51,7 +51,7 @@ def calibrate(
         whole = model_stage(model, batches)
         stages = block_stages(model, whole, [target.name for target in left])
         for index, stage in enumerate(stages):
-            inside = [target for target in left if any(s.name.startswith(f"{stage.name}.") for s in target.sites)]
+            inside = [target for target in left if _is_inside(target, stage)]
             for target in inside:
                 del left[target]
             wants_outputs = any(saved is None or number not in saved for number in range(index + 1, len(stages)))
@@ -61,6 +61,12 @@ def calibrate(
             stage.calls.clear()
         if left:
             _finish(len(stages), whole, list(left), sequential, replace, saved, wants_outputs=False)
+
+
+def _is_inside(target: Target, stage: Stage) -> bool:
+    """Whether the stage shows all that a weight multiplies."""
+    names = [site.name for site in target.sites if site.kind != "embedding"]
+    return bool(names) and all(name.startswith(f"{stage.name}.") for name in names)
 
 
 def _finish(

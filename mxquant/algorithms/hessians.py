@@ -16,7 +16,7 @@ from mxquant.algorithms.calls import version_of
 from mxquant.algorithms.matrices import is_computable, is_routed_call, multiply, rows_of_experts
 from mxquant.algorithms.stages import Stop
 from mxquant.modules.experts import ExpertsLayout
-from mxquant.select import Target
+from mxquant.select import Site, Target
 
 _Given = tuple[tuple[object, int], ...]
 """Objects and their versions."""
@@ -59,7 +59,8 @@ class Observer:
         """Whether to sum at all, or only to find out who shares inputs."""
         self._of_target: dict[Target, Inputs] = {}
         self._seen: list[tuple[_Given, Inputs]] = []
-        self._handles = [handle for target in targets if (handle := self._hook(target)) is not None]
+        hooks = (self._hook(target, site) for target in targets for site in target.computing_sites)
+        self._handles = [handle for handle in hooks if handle is not None]
 
     def after_batch(self) -> None:
         """Inputs are told apart by the tensors themselves, which live as long as a forward."""
@@ -69,10 +70,7 @@ class Observer:
         for handle in self._handles:
             handle.remove()
 
-    def _hook(self, target: Target) -> Any:
-        site = next((site for site in target.sites if site.kind in ("linear", "experts")), None)
-        if site is None:
-            return None
+    def _hook(self, target: Target, site: Site) -> Any:
         if site.kind == "linear":
             return site.module.register_forward_pre_hook(
                 lambda module, args: (

@@ -12,7 +12,9 @@ from torch import Tensor, nn
 
 from algorithms.calibration_models import WIDTH, Model, batches
 from mxquant import GPTQ, MXFP4Config, MXTensor, quantize_
+from mxquant.algorithms.gptq import Grid, gptq
 from mxquant.algorithms.stages import block_stages, calibrating, model_stage
+from mxquant.formats import get_format
 
 WEIGHTS = [f"blocks.{i}.{name}.weight" for i in range(3) for name in ("first", "second")]
 
@@ -193,3 +195,40 @@ def test_configs_inside_of_a_model_get_their_caches_back() -> None:
     quantize_(model, MXFP4Config(algorithm="gptq"), calibration=batches(1))
     assert config.use_cache is True
     assert set(seen) == {False}
+
+
+# Tied weights
+
+
+def inputs_of(modules: list[nn.Module], run: nn.Module, data: list[Tensor]) -> list[Tensor]:
+    """What each of the layers multiplies, as a matrix."""
+    seen: list[list[Tensor]] = [[] for _ in modules]
+    handles = [
+        module.register_forward_pre_hook(lambda _, args, index=index: seen[index].append(args[0]))
+        for index, module in enumerate(modules)
+    ]
+    with torch.no_grad():
+        for x in data:
+            run(x)
+    for handle in handles:
+        handle.remove()
+    return [torch.cat(rows) for rows in seen]
+
+
+@pytest.mark.parametrize("sequential", [True, False])
+@pytest.mark.parametrize("other", ["blocks.1.second", "blocks.2.first"])
+def test_tied_layers_are_calibrated_on_the_inputs_of_all(other: str, sequential: bool) -> None:
+    """Of one block, and of two; the codes of either's inputs alone are others."""
+    model, data = Chain(Plain), vectors()
+    layers = [model.blocks[1].first, model.get_submodule(other)]
+    layers[1].weight = layers[0].weight
+    first, second = inputs_of(layers, model, data)
+    weight, grid = layers[0].weight.detach().clone(), Grid(get_format("mxfp4"), "even", None)
+    quantize_(model, {"blocks.1.first": config(sequential)}, calibration=data)
+    assert layers[1].weight is layers[0].weight
+    same = []
+    for x in (torch.cat([first, second]), first, second):
+        solved = gptq(weight, x.T @ x, grid, GPTQ())
+        same.append((solved[0] == layers[0].weight.qdata).float().mean().item())
+    assert same[0] > 0.99  # sums in another order
+    assert max(same[1:]) < 0.95
