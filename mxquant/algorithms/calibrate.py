@@ -166,16 +166,35 @@ def _replace_all(inputs: Inputs, replace: Replace) -> None:
 
 
 def _solve(targets: Sequence[Target], index: int, hessian: Tensor) -> list[MXTensor]:
-    """One matrix of each target, all with the same inputs and config, as one tall matrix."""
+    """One matrix of each target, all with the same inputs and config, as one tall matrix.
+
+    Raises:
+        ValueError: inputs whose Hessian is not finite, or cannot be factored.
+    """
     config = targets[0].config
     fmt = get_format(config.format)
+    what = ", ".join(target.name for target in targets)
+    if targets[0].sites[0].kind == "experts":
+        what += f" (matrix {index})"
+    if not hessian.isfinite().all():
+        raise ValueError(
+            f"{what}: calibration gives it inputs that are NaN, infinite or too large for sums of squares in fp32; "
+            "find the batch by running the model on each, and leave it out"
+        )
     matrices = [matrix_of(target, index) for target in targets]
     w = [matrix.float() if config.rotation is None else rotate(matrix, config.rotation).float() for matrix in matrices]
     scales = [nvfp4_per_tensor_scale(one, config.scale_mode) for one in w] if fmt.per_tensor else [None] * len(w)
     grid = Grid(fmt, config.scale_mode, _one_a_row(scales, w))
     if config.rotation is not None:
         hessian = rotated_hessian(hessian, config.rotation)
-    qdata, scale = gptq(torch.cat(w), hessian, grid, _settings(config))
+    try:
+        qdata, scale = gptq(torch.cat(w), hessian, grid, _settings(config))
+    except torch.linalg.LinAlgError as error:  # type: ignore[attr-defined]
+        damping = _settings(config).damping
+        raise ValueError(
+            f"{what}: the Hessian of its inputs has no Cholesky factor with damping={damping} ({error}); give "
+            "GPTQ(damping=...) more, such as 0.1, or more tokens"
+        ) from error
     rows = [one.shape[0] for one in w]
     found: list[MXTensor] = []
     for target, *operand in zip(targets, qdata.split(rows), scale.split(rows), scales, strict=True):

@@ -320,6 +320,31 @@ def test_a_batch_that_fails_changes_nothing_and_the_log_says_so(caplog: pytest.L
     assert not any("forward" in vars(module) for module in model.modules())
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e20])
+def test_inputs_that_give_no_finite_hessian_are_refused_by_name(value: float) -> None:
+    """1e20 is finite, and its square is not."""
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    x = torch.randn(256, 64)
+    x[7, 3] = value
+    with pytest.raises(
+        ValueError, match=r"^0\.weight: calibration gives it inputs that are NaN, infinite or too large"
+    ):
+        quantize_(model, MXFP4Config(algorithm="gptq"), calibration=[torch.randn(256, 64), x])
+    assert not any(isinstance(p, MXTensor) for p in model.parameters())
+    experts = Model(MoEBlock, 1)
+    with torch.no_grad():
+        experts.blocks[0].norm.bias[5] = value
+    with pytest.raises(ValueError, match=r"^blocks\.0\.experts\.up \(matrix 0\): calibration gives it inputs"):
+        quantize_(experts, {"moe": MXFP4Config(algorithm=GPTQ(min_tokens=1))}, calibration=batches())
+
+
+def test_too_little_damping_is_refused_by_name() -> None:
+    x = torch.randn(4, 64).repeat(64, 1)  # of rank 4
+    config = MXFP4Config(algorithm=GPTQ(damping=1e-30))
+    with pytest.raises(ValueError, match=r"^weight: the Hessian of its inputs has no .* damping=1e-30 .*give GPTQ\("):
+        quantize_(nn.Linear(64, 64), config, calibration=[x])
+
+
 def test_torchao_has_no_calibration() -> None:
     torchao = pytest.importorskip("torchao.quantization")
     with pytest.raises(ValueError, match=r"call mxquant.quantize_ with calibration=batches"):
