@@ -53,8 +53,8 @@ class Stage:
 
 
 def model_stage(model: nn.Module, batches: Sequence[Batch]) -> Stage:
-    """The whole model as one stage."""
-    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    """The whole model as one stage, its batches where its first parameter is that is not on the meta device."""
+    device = next((p.device for p in model.parameters() if not p.is_meta), torch.device("cpu"))
     return Stage("", model, [_call_of(batch, device) for batch in batches])
 
 

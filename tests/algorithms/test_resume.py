@@ -7,6 +7,7 @@ import copy
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -141,12 +142,60 @@ def test_a_file_that_was_being_written_does_not_count(tmp_path: Path, monkeypatc
         stop_after(patch, resume.os, "fsync", 1)
         with pytest.raises(Stopped):
             quantize_(copy.deepcopy(original), ROTATED, calibration=data, resume=tmp_path)
-    assert {file.name for file in tmp_path.iterdir()} == {"stage-00000.safetensors", "stage-00001.part"}
+    assert [file.name for file in tmp_path.iterdir()] == ["stage-00000.safetensors"]
+    (tmp_path / "stage-00001.0123.part").write_bytes(b"of a process that was killed")
     model, expected = copy.deepcopy(original), copy.deepcopy(original)
     quantize_(expected, ROTATED, calibration=data)
     quantize_(model, ROTATED, calibration=data, resume=tmp_path)
     assert_same(model, expected)
-    assert not list(tmp_path.glob("*.part"))
+
+
+def test_two_may_write_one_stage_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second writes all of it while the first is writing."""
+    model, fsync = Model(Block, 1), resume.os.fsync
+    quantize_(model, {"pooler": "mxfp4"})
+    weights = {"pooler.weight": model.pooler.weight}
+    first, second = (resume.SavedStages(tmp_path, {}) for _ in range(2))
+
+    def meanwhile(descriptor: int) -> None:
+        fsync(descriptor)
+        monkeypatch.setattr(resume.os, "fsync", fsync)
+        second.write(0, weights)
+
+    monkeypatch.setattr(resume.os, "fsync", meanwhile)
+    first.write(0, weights)
+    assert 0 in first
+    assert 0 in second
+    assert [file.name for file in tmp_path.iterdir()] == ["stage-00000.safetensors"]
+    assert torch.equal(first.read(0)["pooler.weight"].qdata, model.pooler.weight.qdata)
+
+
+def test_the_home_folder_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    quantize_(Model(Block, 1), ROTATED, calibration=batches(), resume="~/new")
+    assert len(list((tmp_path / "new").iterdir())) == 2
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+def test_tensors_without_plain_values_are_told_apart(tmp_path: Path) -> None:
+    """Parameters on the meta device, which nothing uses, by their shapes; sparse buffers by what they hold."""
+    data, eye = batches(), torch.eye(4)
+
+    def make(spare: int, mask: Tensor, rows: Tensor) -> Model:
+        torch.manual_seed(0)
+        model = Model(Block, 1)
+        model.register_parameter("spare", nn.Parameter(torch.empty(spare, device="meta")))
+        model.register_buffer("mask", mask.to_sparse(), persistent=False)
+        model.register_buffer("rows", rows.to_sparse_csr(), persistent=False)
+        return model
+
+    model, again = make(7, eye, eye), make(7, eye, eye)
+    quantize_(model, ROTATED, calibration=data, resume=tmp_path)
+    for other in (make(8, eye, eye), make(7, 2 * eye, eye), make(7, eye, eye.flip(0))):
+        with pytest.raises(ValueError, match="was made with another model;"):
+            quantize_(other, ROTATED, calibration=data, resume=tmp_path)
+    quantize_(again, ROTATED, calibration=data, resume=tmp_path)
+    assert_same(again.blocks, model.blocks)
 
 
 def test_a_stage_whose_file_is_deleted_is_computed_again(tmp_path: Path) -> None:
@@ -208,7 +257,30 @@ def assert_refused(model: nn.Module, config: object, data: Any, folder: Any, mes
     assert snapshot(model) == before
 
 
-@pytest.mark.parametrize("change", [heavier, with_a_buffer, of_another_class, quantized_and_back])
+def of_another_attribute(model: Model) -> None:
+    model.blocks[1].norm.eps = 1e-3
+
+
+def of_another_function(model: Model) -> None:
+    model.blocks[1].activation = torch.tanh
+
+
+def of_another_config(model: Model) -> None:
+    model.config = SimpleNamespace(rope={"theta": 5e5}, layers=(1, 2))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        heavier,
+        with_a_buffer,
+        of_another_class,
+        quantized_and_back,
+        of_another_attribute,
+        of_another_function,
+        of_another_config,
+    ],
+)
 def test_another_model_is_refused(saved: tuple[Model, list[Tensor], Path], change: Callable[[Model], None]) -> None:
     model, data, folder = saved
     change(model)
@@ -245,6 +317,15 @@ def test_other_batches_are_refused(saved: tuple[Model, list[Tensor], Path]) -> N
     assert_refused(model, both, data[:2], folder, "another calibration and another config;")
 
 
+def test_what_changes_nothing_of_a_model_is_no_other_model(saved: tuple[Model, list[Tensor], Path]) -> None:
+    model, data, folder = saved
+    model.eval()
+    model.name_or_path = "elsewhere"
+    model._private = 7
+    quantize_(model, ROTATED, calibration=data, resume=folder)
+    assert isinstance(model.pooler.weight, MXTensor)
+
+
 def test_batches_with_the_same_values_are_the_same(saved: tuple[Model, list[Tensor], Path]) -> None:
     model, data, folder = saved
     strided = [torch.stack([ids, ids], -1)[..., 0] for ids in data]
@@ -255,6 +336,13 @@ def test_batches_with_the_same_values_are_the_same(saved: tuple[Model, list[Tens
 def test_a_batch_that_cannot_be_compared_is_refused(tmp_path: Path) -> None:
     data = [{"ids": ids, "scale": 1.0, "extra": [None, "text", object()]} for ids in batches()]
     assert_refused(Model(), ROTATED, data, tmp_path, "holds a object, of which resume cannot tell")
+
+
+def test_a_batch_that_contains_itself_is_refused(tmp_path: Path) -> None:
+    extra: list[Any] = []
+    extra.append(extra)
+    data = [{"ids": ids, "extra": extra} for ids in batches()]
+    assert_refused(Model(), ROTATED, data, tmp_path, "holds a list that contains itself")
 
 
 @pytest.mark.parametrize("place", ["first code", "last scale", "length", "header"])
@@ -294,9 +382,23 @@ def test_files_that_are_no_stages_of_this_call_are_refused(saved: tuple[Model, l
         assert_refused(model, ROTATED, data, folder, message)
 
 
-@pytest.mark.parametrize("folder, message", [(7, "resume is the path of a folder; got 7"), ("file", "is a file; name")])
+@pytest.mark.parametrize(
+    "folder, message",
+    [
+        (7, "resume is the path of a folder; got 7"),
+        ("file", "is a file; name"),
+        ("file/below", "no file can be made there .*Not a directory.*; name another folder"),
+        ("dangling", "is a symbolic link to nothing; name"),
+        pytest.param(
+            "/proc/self",
+            "no file can be made there",
+            marks=pytest.mark.skipif(not Path("/proc/self").is_dir(), reason="a folder that takes no files"),
+        ),
+    ],
+)
 def test_what_is_no_folder_is_refused(tmp_path: Path, folder: Any, message: str) -> None:
-    if folder == "file":
-        folder = tmp_path / "file"
-        folder.write_text("text")
+    (tmp_path / "file").write_text("text")
+    (tmp_path / "dangling").symlink_to(tmp_path / "nothing")
+    if isinstance(folder, str):
+        folder = tmp_path / folder
     assert_refused(Model(Block, 1), ROTATED, batches(), folder, message)
