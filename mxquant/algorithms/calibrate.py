@@ -46,10 +46,19 @@ def calibrate(
     """
     sequential = all(_settings(target.config).sequential for target in targets)
     left = dict.fromkeys(targets)
+    names = [target.name for target in targets]
     targets.clear()
     with calibrating(model):
         whole = model_stage(model, batches)
-        stages = block_stages(model, whole, [target.name for target in left])
+        stages = block_stages(model, whole, names)
+        outside = [target for target in left if not any(_is_inside(target, stage) for stage in stages)]
+        if sequential and stages and (before := _seen_before(stages[0].module, whole, outside)):
+            for target in before:
+                del left[target]
+            number = len(stages) + 1
+            stages.clear()  # what they were given was of the weights as they were
+            _finish(number, whole, before, sequential, replace, saved, wants_outputs=False)
+            stages = block_stages(model, whole, names)
         for index, stage in enumerate(stages):
             inside = [target for target in left if _is_inside(target, stage)]
             for target in inside:
@@ -67,6 +76,21 @@ def _is_inside(target: Target, stage: Stage) -> bool:
     """Whether the stage shows all that a weight multiplies."""
     names = [site.name for site in target.sites if site.kind != "embedding"]
     return bool(names) and all(name.startswith(f"{stage.name}.") for name in names)
+
+
+def _seen_before(block: torch.nn.Module, whole: Stage, targets: Sequence[Target]) -> list[Target]:
+    """Those that run before the block in the first batch, and once only."""
+    if not targets:
+        return []
+    observer, first = Observer(targets), []
+    observer.sums = False
+    handle = block.register_forward_pre_hook(lambda module, args: first.extend(observer.found))
+    try:
+        whole.first().run(observer.after_batch)
+    finally:
+        handle.remove()
+        observer.close()
+    return [target for inputs in first if not inputs.runs_again for target in inputs.targets]
 
 
 def _finish(

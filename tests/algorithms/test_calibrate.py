@@ -6,6 +6,7 @@ That every layer is calibrated on its own inputs is seen by solving one of them 
 import copy
 import logging
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -82,6 +83,45 @@ def test_each_layer_is_calibrated_on_its_own_inputs(make: Any, sequential: bool)
                 assert bool(is_same) == is_expected, (name, is_expected)
             both.append(bool(is_same))
     assert set(both) == {True, False}
+
+
+class Projected(Model):
+    """Layers before the blocks, of which one runs after them as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.both = nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, ids: Tensor, scale: float = 1.0) -> Tensor:
+        hidden = self.both(torch.tanh(self.first(self.embed(ids))))
+        for block in self.blocks:
+            hidden = block(hidden, scale=scale)
+        return self.pooler(self.both(hidden))
+
+
+def test_layers_before_the_blocks_are_quantized_before_them(tmp_path: Path) -> None:
+    """What is last sees the blocks as they are by then: the layer of both places, on its inputs at both."""
+    original, data = Projected().eval(), batches()
+    model, again = copy.deepcopy(original), copy.deepcopy(original)
+    config = MXFP4Config(rotation=32, algorithm="gptq")
+    quantize_(model, config, calibration=data, resume=tmp_path)
+    assert len(list(tmp_path.iterdir())) == 5  # before, three blocks, after
+    quantize_(again, config, calibration=data, resume=tmp_path)
+    assert torch.equal(again.pooler.weight.qdata, model.pooler.weight.qdata)
+    halfway = copy.deepcopy(original)
+    grid = Grid(get_format("mxfp4"), "even", None)
+    for done, name in (("first", "blocks.0.up"), ("blocks", "both"), ("both", "pooler")):
+        halfway.set_submodule(done, model.get_submodule(done))
+        x = inputs_of(halfway, name, data)
+        solved = gptq(
+            rotate(original.get_submodule(name).weight.detach(), 32), rotated_hessian(x.T @ x, 32), grid, GPTQ()
+        )
+        assert (solved[0] == model.get_submodule(name).weight.qdata).float().mean() > 0.99, (
+            name
+        )  # another order of sums
+    x = inputs_of(original, "blocks.0.up", data)
+    solved = gptq(rotate(original.blocks[0].up.weight.detach(), 32), rotated_hessian(x.T @ x, 32), grid, GPTQ())
+    assert (solved[0] == model.blocks[0].up.weight.qdata).float().mean() < 0.95
 
 
 def test_calibration_does_not_see_dropout_and_leaves_the_mode() -> None:
