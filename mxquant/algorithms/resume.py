@@ -149,7 +149,7 @@ def _part_of(file: Path) -> Path:
 
 def _number_of(file: Path) -> int:
     digits = file.stem.removeprefix("stage-")
-    return int(digits) if digits.isdecimal() else -1
+    return int(digits) if digits.isascii() and digits.isdecimal() else -1
 
 
 def _load(file: Path) -> tuple[dict[str, Tensor], dict[str, str], dict[str, Any]]:
