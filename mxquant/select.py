@@ -82,6 +82,12 @@ class Target:
         return self.sites[0].parameter
 
     @property
+    def computing_sites(self) -> tuple[Site, ...]:
+        """Those that multiply by it: the linear layers or blocks of experts, each once."""
+        found = {(site.module, site.attribute): site for site in self.sites if site.kind in ("linear", "experts")}
+        return tuple(found.values())
+
+    @property
     def k_axis(self) -> int:
         """The axis that its matmul contracts."""
         site = self.sites[0]

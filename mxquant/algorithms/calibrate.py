@@ -47,12 +47,21 @@ def calibrate(
     sequential = all(_settings(target.config).sequential for target in targets)
     replacing = _Replacing(replace)
     left = dict.fromkeys(targets)
+    names = [target.name for target in targets]
     targets.clear()
     with calibrating(model):
         whole = model_stage(model, batches)
-        stages = block_stages(model, whole, [target.name for target in left])
+        stages = block_stages(model, whole, names)
+        outside = [target for target in left if not any(_is_inside(target, stage) for stage in stages)]
+        if sequential and stages and (before := _seen_before(stages[0].module, whole, outside)):
+            for target in before:
+                del left[target]
+            number = len(stages) + 1
+            stages.clear()  # what they were given was of the weights as they were
+            _finish(number, whole, before, sequential, replace, saved, wants_outputs=False)
+            stages = block_stages(model, whole, names)
         for index, stage in enumerate(stages):
-            inside = [target for target in left if any(s.name.startswith(f"{stage.name}.") for s in target.sites)]
+            inside = [target for target in left if _is_inside(target, stage)]
             for target in inside:
                 del left[target]
             wants_outputs = any(saved is None or number not in saved for number in range(index + 1, len(stages)))
@@ -63,6 +72,27 @@ def calibrate(
         if left:
             _finish(len(stages), whole, list(left), sequential, replacing, saved, wants_outputs=False)
     replacing.warn_of_few()
+
+
+def _is_inside(target: Target, stage: Stage) -> bool:
+    """Whether the stage shows all that a weight multiplies."""
+    names = [site.name for site in target.sites if site.kind != "embedding"]
+    return bool(names) and all(name.startswith(f"{stage.name}.") for name in names)
+
+
+def _seen_before(block: torch.nn.Module, whole: Stage, targets: Sequence[Target]) -> list[Target]:
+    """Those that run before the block in the first batch, and once only."""
+    if not targets:
+        return []
+    observer, first = Observer(targets), []
+    observer.sums = False
+    handle = block.register_forward_pre_hook(lambda module, args: first.extend(observer.found))
+    try:
+        whole.first().run(observer.after_batch)
+    finally:
+        handle.remove()
+        observer.close()
+    return [target for inputs in first if not inputs.runs_again for target in inputs.targets]
 
 
 def _finish(
@@ -163,16 +193,35 @@ def _replace_all(inputs: Inputs, replace: _Replacing) -> None:
 
 
 def _solve(targets: Sequence[Target], index: int, hessian: Tensor) -> list[MXTensor]:
-    """One matrix of each target, all with the same inputs and config, as one tall matrix."""
+    """One matrix of each target, all with the same inputs and config, as one tall matrix.
+
+    Raises:
+        ValueError: inputs whose Hessian is not finite, or cannot be factored.
+    """
     config = targets[0].config
     fmt = get_format(config.format)
+    what = ", ".join(target.name for target in targets)
+    if targets[0].sites[0].kind == "experts":
+        what += f" (matrix {index})"
+    if not hessian.isfinite().all():
+        raise ValueError(
+            f"{what}: calibration gives it inputs that are NaN, infinite or too large for sums of squares in fp32; "
+            "find the batch by running the model on each, and leave it out"
+        )
     matrices = [matrix_of(target, index) for target in targets]
     w = [matrix.float() if config.rotation is None else rotate(matrix, config.rotation).float() for matrix in matrices]
     scales = [nvfp4_per_tensor_scale(one, config.scale_mode) for one in w] if fmt.per_tensor else [None] * len(w)
     grid = Grid(fmt, config.scale_mode, _one_a_row(scales, w))
     if config.rotation is not None:
         hessian = rotated_hessian(hessian, config.rotation)
-    qdata, scale = gptq(torch.cat(w), hessian, grid, _settings(config))
+    try:
+        qdata, scale = gptq(torch.cat(w), hessian, grid, _settings(config))
+    except torch.linalg.LinAlgError as error:  # type: ignore[attr-defined]
+        damping = _settings(config).damping
+        raise ValueError(
+            f"{what}: the Hessian of its inputs has no Cholesky factor with damping={damping} ({error}); give "
+            "GPTQ(damping=...) more, such as 0.1, or more tokens"
+        ) from error
     rows = [one.shape[0] for one in w]
     found: list[MXTensor] = []
     for target, *operand in zip(targets, qdata.split(rows), scale.split(rows), scales, strict=True):

@@ -9,6 +9,7 @@ Legend: T tokens (of one expert: rows R), N output features, K input features, H
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from mxquant.algorithms.calls import version_of
 from mxquant.algorithms.matrices import is_computable, is_routed_call, matrix_of, multiply, rows_of_experts
 from mxquant.config import _MXConfig
 from mxquant.formats import get_format
@@ -31,7 +33,7 @@ class Sums:
 
     def __init__(self, target: Target, configs: Sequence[_MXConfig]) -> None:
         self.target = target
-        self.is_known = target.sites[0].kind == "linear"
+        self.is_known = any(site.kind == "linear" for site in target.sites)
         """Whether its estimate means something. That of experts does when their block was seen to run."""
         self._configs = configs
         self._fisher: dict[int, Tensor] = {}
@@ -67,25 +69,43 @@ def observe(sums: Sequence[Sums]) -> list[RemovableHandle]:
     """Hooks that add what forwards and backwards show, until their handles are removed."""
     handles = []
     blocks: dict[nn.Module, dict[str, Sums]] = {}
+    kept = _Kept()
     for one in sums:
-        site = one.target.sites[0]
-        if site.kind == "experts":
-            blocks.setdefault(site.module, {})[site.attribute] = one
-            continue
-        handles.append(site.module.register_forward_pre_hook(_require_gradient))
-        handles.append(site.module.register_forward_hook(_linear_hook(one)))
+        for site in one.target.computing_sites:
+            if site.kind == "experts":
+                blocks.setdefault(site.module, {})[site.attribute] = one
+                continue
+            handles.append(site.module.register_forward_pre_hook(_require_gradient))
+            handles.append(site.module.register_forward_hook(_linear_hook(one, kept)))
     for module, parts in blocks.items():
         layout = next(iter(parts.values())).target.sites[0].layout
         if layout is not None and is_computable(layout) and {*layout.up, layout.down} <= parts.keys():
             handles.append(module.register_forward_pre_hook(_require_gradient))
-            handles.append(module.register_forward_hook(_experts_hook(layout, parts)))
+            handles.append(module.register_forward_hook(_experts_hook(layout, parts, kept)))
     return handles
 
 
-def _linear_hook(sums: Sums) -> Any:
+class _Kept:
+    """Copies of inputs, which the model may work on in place before the backward; one for layers that share one."""
+
+    def __init__(self) -> None:
+        self._last: tuple[weakref.ref[Tensor], int, weakref.ref[Tensor]] | None = None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if self._last is not None:
+            source, version, copy = self._last
+            kept = copy()
+            if kept is not None and source() is x and version == version_of(x):
+                return kept
+        kept = x.detach().clone()
+        self._last = weakref.ref(x), version_of(x), weakref.ref(kept)
+        return kept
+
+
+def _linear_hook(sums: Sums, kept: _Kept) -> Any:
     def hook(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
-        x_TK = args[0].detach().flatten(0, -2)
-        output.register_hook(lambda gradient: _add_linear(sums, x_TK, gradient.flatten(0, -2)))
+        x = kept(args[0])
+        output.register_hook(lambda gradient: _add_linear(sums, x.flatten(0, -2), gradient.flatten(0, -2)))
 
     return hook
 
@@ -94,10 +114,10 @@ def _add_linear(sums: Sums, x_TK: Tensor, gradient_TN: Tensor) -> None:
     sums.add(0, x_TK, gradient_TN)
 
 
-def _experts_hook(layout: ExpertsLayout, parts: Mapping[str, Sums]) -> Any:
+def _experts_hook(layout: ExpertsLayout, parts: Mapping[str, Sums], kept: _Kept) -> Any:
     def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if is_routed_call(args) and isinstance(output, Tensor):
-            given = tuple(argument.detach() for argument in args)
+            given = tuple(kept(argument) for argument in args)
             output.register_hook(lambda gradient: _add_experts(module, layout, parts, given, gradient))
 
     return hook

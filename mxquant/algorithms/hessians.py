@@ -12,10 +12,14 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from mxquant.algorithms.calls import version_of
 from mxquant.algorithms.matrices import is_computable, is_routed_call, multiply, rows_of_experts
 from mxquant.algorithms.stages import Stop
 from mxquant.modules.experts import ExpertsLayout
-from mxquant.select import Target
+from mxquant.select import Site, Target
+
+_Given = tuple[tuple[object, int], ...]
+"""Objects and their versions."""
 
 
 @dataclass(eq=False)
@@ -54,8 +58,9 @@ class Observer:
         self.sums = True
         """Whether to sum at all, or only to find out who shares inputs."""
         self._of_target: dict[Target, Inputs] = {}
-        self._seen: list[tuple[tuple[object, ...], Inputs]] = []
-        self._handles = [handle for target in targets if (handle := self._hook(target)) is not None]
+        self._seen: list[tuple[_Given, Inputs]] = []
+        hooks = (self._hook(target, site) for target in targets for site in target.computing_sites)
+        self._handles = [handle for handle in hooks if handle is not None]
 
     def after_batch(self) -> None:
         """Inputs are told apart by the tensors themselves, which live as long as a forward."""
@@ -65,10 +70,7 @@ class Observer:
         for handle in self._handles:
             handle.remove()
 
-    def _hook(self, target: Target) -> Any:
-        site = next((site for site in target.sites if site.kind in ("linear", "experts")), None)
-        if site is None:
-            return None
+    def _hook(self, target: Target, site: Site) -> Any:
         if site.kind == "linear":
             return site.module.register_forward_pre_hook(
                 lambda module, args: (
@@ -88,8 +90,9 @@ class Observer:
 
         return site.module.register_forward_pre_hook(observe)
 
-    def _see(self, target: Target, given: tuple[object, ...], add: Callable[[Inputs], None]) -> None:
-        """`given`: what layers of the same inputs are given the same objects of."""
+    def _see(self, target: Target, objects: tuple[object, ...], add: Callable[[Inputs], None]) -> None:
+        """`objects`: what layers of the same inputs are given the same of."""
+        given = tuple((one, version_of(one)) for one in objects)  # in place, a tensor becomes another input
         known = next((inputs for seen, inputs in self._seen if _are_same(seen, given)), None)
         inputs = self._of_target.get(target)
         if inputs is None:
@@ -107,8 +110,10 @@ class Observer:
             raise Stop
 
 
-def _are_same(some: tuple[object, ...], others: tuple[object, ...]) -> bool:
-    return len(some) == len(others) and all(a is b for a, b in zip(some, others, strict=True))
+def _are_same(some: _Given, others: _Given) -> bool:
+    return len(some) == len(others) and all(
+        a is b and version == other for (a, version), (b, other) in zip(some, others, strict=True)
+    )
 
 
 def _up_inputs(

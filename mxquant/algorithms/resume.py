@@ -2,24 +2,23 @@
 
 Each stage is one safetensors file as `flatten_state_dict` has it, which `mxquant.load_state` reads too. It is written
 beside its place and renamed, so that it is there whole or not at all. Its header says what the weights were made of,
-by SHA-256 of the model, the configs and the batches, and has that of the weights themselves: safetensors notices a
-file that was cut short, not one with a wrong byte.
+by SHA-256 of the model, the configs and the batches (`digests`), and has that of the weights themselves: safetensors
+notices a file that was cut short, not one with a wrong byte.
 """
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
-import hashlib
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+import uuid
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
+from mxquant.algorithms.digests import digest, digest_of_batches, digest_of_model
 from mxquant.algorithms.stages import Batch
 from mxquant.select import Target
 from mxquant.tensor import MXTensor, flatten_state_dict, unflatten_state_dict
@@ -27,8 +26,7 @@ from mxquant.tensor.state import METADATA_KEY
 
 _KEY = "mxquant.stage"
 # Of these files. Raised where the same model, configs and batches give other codes.
-_VERSION = 1
-_Update = Callable[[Any], Any]
+_VERSION = 2
 
 
 class SavedStages:
@@ -78,13 +76,16 @@ class SavedStages:
 
         tensors, header = flatten_state_dict(weights)
         tensors = {name: tensor.detach().cpu() for name, tensor in tensors.items()}
-        origin = self._origin | {"stage": number, "sha256": _digest(tensors, header[METADATA_KEY])}
+        origin = self._origin | {"stage": number, "sha256": digest(tensors, header[METADATA_KEY])}
         file = self._file(number)
-        part = file.with_suffix(".part")
-        save_file(tensors, part, header | {_KEY: json.dumps(origin, sort_keys=True)})
-        with part.open("rb+") as handle:
-            os.fsync(handle.fileno())
-        part.replace(file)
+        part = _part_of(file)
+        try:
+            save_file(tensors, part, header | {_KEY: json.dumps(origin, sort_keys=True)})
+            with part.open("rb+") as handle:
+                os.fsync(handle.fileno())
+            part.replace(file)
+        finally:
+            part.unlink(missing_ok=True)
         self._finished.add(number)
 
     def _file(self, number: int) -> Path:
@@ -97,13 +98,15 @@ def open_stages(
     """The stages in the folder `path`, which is made where it is not there.
 
     Args:
-        model: not changed yet: all its parameters, buffers and the classes of its modules are read.
+        path: "~" in it is the user's home.
+        model: not changed yet: all its parameters and buffers, the classes of its modules and their plain attributes
+            are read.
         targets: all that will be quantized.
         batches: empty where no config asks for any.
 
     Raises:
-        ValueError: no config has an algorithm with stages, `path` is a file, or a stage there is damaged or was made
-            of another model, other configs or other batches.
+        ValueError: no config has an algorithm with stages, `path` is a file or nothing can be written there, a batch
+            contains itself, or a stage there is damaged or was made of another model, other configs or other batches.
         TypeError: `path` is no path, or a batch holds what cannot be compared with another run's.
     """
     if not isinstance(path, (str, os.PathLike)):
@@ -113,16 +116,17 @@ def open_stages(
             'resume is given, but no config of this call has an algorithm with stages; leave it out, or set algorithm="'
             'gptq"'
         )
-    folder = Path(path)
-    if folder.exists() and not folder.is_dir():
-        raise ValueError(f"resume={str(path)!r} is a file; name a folder, new or of an earlier call")
+    folder = Path(path).expanduser()
+    if (folder.exists() or folder.is_symlink()) and not folder.is_dir():
+        what = "a file" if folder.exists() else "a symbolic link to nothing"
+        raise ValueError(f"resume={str(path)!r} is {what}; name a folder, new or of an earlier call")
     origin = {
         "version of mxquant's algorithm": _VERSION,
-        "model": _digest_of_model(model),
-        "config": _digest({}, *(_described(target) for target in targets)),
-        "calibration": _digest_of_batches(batches),
+        "model": digest_of_model(model),
+        "config": digest({}, *(_described(target) for target in targets)),
+        "calibration": digest_of_batches(batches),
     }
-    folder.mkdir(parents=True, exist_ok=True)
+    _require_writable(folder)
     saved = SavedStages(folder, origin)
     saved.check()
     return saved
@@ -133,9 +137,25 @@ def _described(target: Target) -> str:
     return f"{target.name}: {type(target.config).__name__} {dataclasses.asdict(target.config)}"
 
 
+def _require_writable(folder: Path) -> None:
+    """Make the folder if needed, and see that files can be, before anything is computed for them."""
+    probe = _part_of(folder / "writable")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe.touch(exist_ok=False)
+        probe.unlink()
+    except OSError as error:
+        raise ValueError(f"resume={str(folder)!r}: no file can be made there ({error}); name another folder") from error
+
+
+def _part_of(file: Path) -> Path:
+    """A name beside it that no other process writes to."""
+    return file.with_suffix(f".{uuid.uuid4().hex}.part")
+
+
 def _number_of(file: Path) -> int:
     digits = file.stem.removeprefix("stage-")
-    return int(digits) if digits.isdecimal() else -1
+    return int(digits) if digits.isascii() and digits.isdecimal() else -1
 
 
 def _load(file: Path) -> tuple[dict[str, Tensor], dict[str, str], dict[str, Any]]:
@@ -161,59 +181,6 @@ def _load(file: Path) -> tuple[dict[str, Tensor], dict[str, str], dict[str, Any]
         raise ValueError(
             f"{file} is damaged: its header {header[_KEY][:80]!r} is no JSON ({error}); {remedy}"
         ) from None
-    if origin.get("sha256") != _digest(tensors, header[METADATA_KEY]):
+    if origin.get("sha256") != digest(tensors, header[METADATA_KEY]):
         raise ValueError(f"{file} is damaged: its weights are not those that were saved; {remedy}")
     return tensors, header, origin
-
-
-def _digest_of_model(model: nn.Module) -> str:
-    classes = [(name, type(module).__qualname__) for name, module in model.named_modules(remove_duplicate=False)]
-    held = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
-    tensors, header = flatten_state_dict(held)
-    return _digest(tensors, header[METADATA_KEY], json.dumps(classes))
-
-
-def _digest_of_batches(batches: Sequence[Batch]) -> str:
-    sha = hashlib.sha256()
-    for batch in batches:
-        _update(sha.update, batch)
-    return sha.hexdigest()
-
-
-def _update(update: _Update, value: Any) -> None:
-    """Add a value of a batch, with its type and length, so that no two batches look alike."""
-    if isinstance(value, Tensor):
-        _update_tensor(update, "", value)
-    elif isinstance(value, Mapping):
-        update(f"mapping of {len(value)}:".encode())
-        for key in sorted(value, key=repr):
-            update(f"{key!r}:".encode())
-            _update(update, value[key])
-    elif isinstance(value, (tuple, list)):
-        update(f"sequence of {len(value)}:".encode())
-        for one in value:
-            _update(update, one)
-    elif value is None or isinstance(value, (bool, int, float, str, bytes, torch.dtype, torch.device)):
-        update(f"{type(value).__name__} {value!r}:".encode())
-    else:
-        raise TypeError(
-            f"a calibration batch holds a {type(value).__name__}, of which resume cannot tell whether it is the same; "
-            "give tensors, numbers, strings and None, or leave resume out"
-        )
-
-
-def _update_tensor(update: _Update, name: str, tensor: Tensor) -> None:
-    values = tensor.detach().cpu().contiguous()
-    update(f"{name!r} {values.dtype} {tuple(values.shape)}:".encode())
-    if values.nbytes:  # of nothing, there is no address
-        update((ctypes.c_char * values.nbytes).from_address(values.data_ptr()))
-
-
-def _digest(tensors: Mapping[str, Tensor], *texts: str) -> str:
-    """SHA-256 of tensors and their names, in the order of these, and of texts."""
-    sha = hashlib.sha256()
-    for name in sorted(tensors):
-        _update_tensor(sha.update, name, tensors[name])
-    for text in texts:
-        sha.update(f"{len(text)}:{text}".encode())
-    return sha.hexdigest()

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mxquant.algorithms.calls import fresh
 from mxquant.algorithms.fisher import Sums, observe
 from mxquant.algorithms.stages import Batch, calibrating, model_stage
 from mxquant.config import EVERY_KIND, MXFP4Config, MXFP6Config, MXFP8Config, _MXConfig, resolve_config
@@ -139,7 +140,7 @@ def sensitivity(
         if not handles:
             raise _nothing_to_estimate(sums)
         try:
-            for args, kwargs in calls:
+            for args, kwargs in map(fresh, calls):
                 _probe(model(*args, **kwargs), generator).backward()
         finally:
             for handle in handles:

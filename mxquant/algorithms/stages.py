@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mxquant.algorithms.calls import Call, Part, filled, fresh, linked, parts_of, version_of
+
 Batch = Tensor | Sequence[Any] | Mapping[str, Any]
-_Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class Stop(Exception):
@@ -29,7 +30,7 @@ class _NoChain(Exception):
 class Stage:
     """A module, and how it is called for each batch."""
 
-    def __init__(self, name: str, module: nn.Module, calls: Sequence[_Call]) -> None:
+    def __init__(self, name: str, module: nn.Module, calls: Sequence[Call]) -> None:
         self.name = name
         self.module = module
         self.calls = list(calls)
@@ -37,7 +38,8 @@ class Stage:
     def run(self, after_batch: Callable[[], None]) -> list[Any]:
         """What the module gives for each batch; None where a hook raised `Stop`."""
         outputs = []
-        for args, kwargs in self.calls:
+        for call in self.calls:
+            args, kwargs = fresh(call)
             try:
                 outputs.append(self.module(*args, **kwargs))
             except Stop:
@@ -51,8 +53,8 @@ class Stage:
 
 
 def model_stage(model: nn.Module, batches: Sequence[Batch]) -> Stage:
-    """The whole model as one stage."""
-    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    """The whole model as one stage, its batches where its first parameter is that is not on the meta device."""
+    device = next((p.device for p in model.parameters() if not p.is_meta), torch.device("cpu"))
     return Stage("", model, [_call_of(batch, device) for batch in batches])
 
 
@@ -71,33 +73,31 @@ def block_stages(model: nn.Module, whole: Stage, weight_names: Sequence[str]) ->
 
 
 def pass_on(outputs: Sequence[Any], following: Stage) -> None:
-    """Make what one block gave the input of the next."""
-    for index, (output, (args, kwargs)) in enumerate(zip(outputs, following.calls, strict=True)):
-        hidden = _hidden_of(output)
-        call = ((hidden, *args[1:]), kwargs) if args else ((), kwargs | {"hidden_states": hidden})
-        following.calls[index] = call
+    """Make what one block gave the input of the next: hidden states, and what else it passes along."""
+    following.calls[:] = [filled(call, parts_of(output)) for output, call in zip(outputs, following.calls, strict=True)]
 
 
 @contextmanager
 def calibrating(model: nn.Module) -> Iterator[None]:
     """Without gradients, dropout and caches."""
     training = [module for module in model.modules() if module.training]
-    config = getattr(model, "config", None)
-    use_cache = getattr(config, "use_cache", None)
+    # Models inside of others have configs of their own, which may be one object.
+    configs: dict[int, Any] = {id(config): config for config in (getattr(m, "config", None) for m in model.modules())}
+    caching = [(config, config.use_cache) for config in configs.values() if getattr(config, "use_cache", None)]
     try:
         model.eval()
-        if use_cache:
-            config.use_cache = False  # type: ignore[union-attr]
+        for config, _ in caching:
+            config.use_cache = False
         with torch.no_grad():
             yield
     finally:
-        if use_cache:
-            config.use_cache = use_cache  # type: ignore[union-attr]
+        for config, use_cache in caching:
+            config.use_cache = use_cache
         for module in training:
             module.training = True
 
 
-def _call_of(batch: Batch, device: torch.device) -> _Call:
+def _call_of(batch: Batch, device: torch.device) -> Call:
     def there(value: Any) -> Any:
         return value.to(device) if isinstance(value, Tensor) else value
 
@@ -119,27 +119,37 @@ def _block_list(model: nn.Module, weight_names: Sequence[str]) -> tuple[str, nn.
     return best[1:]
 
 
-def _record(model: nn.Module, call: _Call, blocks: list[nn.Module]) -> list[_Call]:
+def _record(model: nn.Module, call: Call, blocks: list[nn.Module]) -> list[Call]:
     """What the model passes to each block; only the first one computes, to show what a block gives.
+
+    What of a call the block before gave is a `Part` of that, for `pass_on`.
 
     Raises:
         _NoChain: a block is left out, called twice or out of order, or not with what the one before it gave.
     """
-    calls: list[_Call] = []
+    calls: list[Call] = []
     given: list[Any] = []
+    versions: list[int] = []
 
     def stand_in(index: int, forward: Callable[..., Any]) -> Callable[..., Any]:
         def record(*args: Any, **kwargs: Any) -> Any:
-            hidden = args[0] if args else kwargs.get("hidden_states")
-            if len(calls) != index or (given and hidden is not _hidden_of(given[0])):
+            if len(calls) != index:
                 raise _NoChain
-            calls.append((args, kwargs))
+            called = (args, kwargs)
+            if given:
+                parts = parts_of(given[0])
+                called = linked(called, parts)
+                hidden = called[0][0] if args else called[1].get("hidden_states")
+                is_next = isinstance(hidden, Part) and hidden.index == 0
+                if not is_next or versions != [version_of(part) for part in parts]:
+                    raise _NoChain
+            calls.append(called)
             if index == len(blocks) - 1:
                 raise Stop
             if not given:
-                given.append(forward(*args, **kwargs))
-                if _hidden_of(given[0]) is None:
-                    raise _NoChain
+                own_args, own_kwargs = fresh(called)
+                given.append(forward(*own_args, **own_kwargs))
+                versions.extend(version_of(part) for part in parts_of(given[0]))
             return given[0]
 
         return record
@@ -148,7 +158,8 @@ def _record(model: nn.Module, call: _Call, blocks: list[nn.Module]) -> list[_Cal
     for index, block in enumerate(blocks):
         block.forward = stand_in(index, block.forward)
     try:
-        model(*call[0], **call[1])
+        args, kwargs = fresh(call)
+        model(*args, **kwargs)
     except Stop:
         return calls
     finally:
@@ -157,8 +168,3 @@ def _record(model: nn.Module, call: _Call, blocks: list[nn.Module]) -> list[_Cal
             if forward is not None:
                 block.forward = forward
     raise _NoChain
-
-
-def _hidden_of(output: Any) -> Tensor | None:
-    first = output[0] if isinstance(output, (tuple, list)) and output else output
-    return first if isinstance(first, Tensor) else None

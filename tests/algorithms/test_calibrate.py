@@ -6,6 +6,7 @@ That every layer is calibrated on its own inputs is seen by solving one of them 
 import copy
 import logging
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -82,6 +83,45 @@ def test_each_layer_is_calibrated_on_its_own_inputs(make: Any, sequential: bool)
                 assert bool(is_same) == is_expected, (name, is_expected)
             both.append(bool(is_same))
     assert set(both) == {True, False}
+
+
+class Projected(Model):
+    """Layers before the blocks, of which one runs after them as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.both = nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, ids: Tensor, scale: float = 1.0) -> Tensor:
+        hidden = self.both(torch.tanh(self.first(self.embed(ids))))
+        for block in self.blocks:
+            hidden = block(hidden, scale=scale)
+        return self.pooler(self.both(hidden))
+
+
+def test_layers_before_the_blocks_are_quantized_before_them(tmp_path: Path) -> None:
+    """What is last sees the blocks as they are by then: the layer of both places, on its inputs at both."""
+    original, data = Projected().eval(), batches()
+    model, again = copy.deepcopy(original), copy.deepcopy(original)
+    config = MXFP4Config(rotation=32, algorithm="gptq")
+    quantize_(model, config, calibration=data, resume=tmp_path)
+    assert len(list(tmp_path.iterdir())) == 5  # before, three blocks, after
+    quantize_(again, config, calibration=data, resume=tmp_path)
+    assert torch.equal(again.pooler.weight.qdata, model.pooler.weight.qdata)
+    halfway = copy.deepcopy(original)
+    grid = Grid(get_format("mxfp4"), "even", None)
+    for done, name in (("first", "blocks.0.up"), ("blocks", "both"), ("both", "pooler")):
+        halfway.set_submodule(done, model.get_submodule(done))
+        x = inputs_of(halfway, name, data)
+        solved = gptq(
+            rotate(original.get_submodule(name).weight.detach(), 32), rotated_hessian(x.T @ x, 32), grid, GPTQ()
+        )
+        assert (solved[0] == model.get_submodule(name).weight.qdata).float().mean() > 0.99, (
+            name
+        )  # another order of sums
+    x = inputs_of(original, "blocks.0.up", data)
+    solved = gptq(rotate(original.blocks[0].up.weight.detach(), 32), rotated_hessian(x.T @ x, 32), grid, GPTQ())
+    assert (solved[0] == model.blocks[0].up.weight.qdata).float().mean() < 0.95
 
 
 def test_calibration_does_not_see_dropout_and_leaves_the_mode() -> None:
@@ -332,6 +372,31 @@ def test_a_batch_that_fails_changes_nothing_and_the_log_says_so(caplog: pytest.L
     assert "To go on" not in caplog.text
     assert not any(isinstance(p, MXTensor) for p in model.parameters())
     assert not any("forward" in vars(module) for module in model.modules())
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e20])
+def test_inputs_that_give_no_finite_hessian_are_refused_by_name(value: float) -> None:
+    """1e20 is finite, and its square is not."""
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    x = torch.randn(256, 64)
+    x[7, 3] = value
+    with pytest.raises(
+        ValueError, match=r"^0\.weight: calibration gives it inputs that are NaN, infinite or too large"
+    ):
+        quantize_(model, MXFP4Config(algorithm="gptq"), calibration=[torch.randn(256, 64), x])
+    assert not any(isinstance(p, MXTensor) for p in model.parameters())
+    experts = Model(MoEBlock, 1)
+    with torch.no_grad():
+        experts.blocks[0].norm.bias[5] = value
+    with pytest.raises(ValueError, match=r"^blocks\.0\.experts\.up \(matrix 0\): calibration gives it inputs"):
+        quantize_(experts, {"moe": MXFP4Config(algorithm=GPTQ(min_tokens=1))}, calibration=batches())
+
+
+def test_too_little_damping_is_refused_by_name() -> None:
+    x = torch.randn(4, 64).repeat(64, 1)  # of rank 4
+    config = MXFP4Config(algorithm=GPTQ(damping=1e-30))
+    with pytest.raises(ValueError, match=r"^weight: the Hessian of its inputs has no .* damping=1e-30 .*give GPTQ\("):
+        quantize_(nn.Linear(64, 64), config, calibration=[x])
 
 
 def test_torchao_has_no_calibration() -> None:

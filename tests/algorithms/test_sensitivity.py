@@ -39,6 +39,47 @@ def test_of_one_layer_it_is_the_definition(rotation: int | None) -> None:
     assert layer.added_loss == pytest.approx((of_weight.item(), (of_weight + of_input).item()), rel=1e-4)
 
 
+def test_inputs_that_are_worked_on_in_place_count_as_they_were() -> None:
+    """A sum in place after a layer changes what it was given, before the backward runs."""
+
+    class Residual(nn.Module):
+        def __init__(self, in_place: bool) -> None:
+            super().__init__()
+            self.in_place = in_place
+            self.fc, self.last = nn.Linear(64, 64), nn.Linear(64, 64)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = x * 0.1
+            if self.in_place:
+                x += 20 * self.fc(x)
+            else:
+                x = x + 20 * self.fc(x)
+            return self.last(x)
+
+    plain, in_place = Residual(False), Residual(True)
+    in_place.load_state_dict(plain.state_dict())
+    data = [torch.randn(20, 64)]
+    assert sensitivity(in_place, data).layers == sensitivity(plain, data).layers
+
+
+def test_a_batch_that_the_model_works_on_in_place_stays() -> None:
+    model = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(64, 64))
+    x = torch.randn(20, 64)
+    before = x.clone()
+    sensitivity(model, [x])
+    assert torch.equal(x, before)
+
+
+def test_tied_layers_count_with_the_inputs_of_all() -> None:
+    """As one layer that runs twice does."""
+    tied, shared = (nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64)) for _ in range(2))
+    tied[2].weight, tied[2].bias = tied[0].weight, tied[0].bias
+    shared[0].load_state_dict(tied[0].state_dict())
+    shared[2] = shared[0]
+    x = torch.randn(20, 64)
+    assert sensitivity(tied, [x]).layers == sensitivity(shared, [x]).layers
+
+
 def real_loss(model: LanguageModel, name: str, data: list[Tensor]) -> float:
     """The divergence of the predictions when one layer alone is quantized."""
     quantized = copy.deepcopy(model)
