@@ -58,7 +58,7 @@ def calibrate(
                 del left[target]
             number = len(stages) + 1
             stages.clear()  # what they were given was of the weights as they were
-            _finish(number, whole, before, sequential, replace, saved, wants_outputs=False)
+            _finish(number, whole, before, sequential, replacing, saved, wants_outputs=False)
             stages = block_stages(model, whole, names)
         for index, stage in enumerate(stages):
             inside = [target for target in left if _is_inside(target, stage)]
