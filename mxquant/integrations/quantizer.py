@@ -145,6 +145,7 @@ class MXQuantizer(HfQuantizer):
                     raise ValueError(f"the metadata of {name!r} lacks its shape; save the model anew")
                 self.saved[_name_in(model, name)] = (metadata, shape)
             return model
+        _tie(model)
         self.plan = plan_of(model, self.quantization_config)
         self.targets = {site.name: target for target in self.plan.targets for site in target.sites}
         return model
@@ -203,6 +204,13 @@ class MXQuantizer(HfQuantizer):
         super().remove_quantization_config(model)
         # transformers 5.17 leaves them; without them ordinary experts are saved as checkpoints of the family have them.
         vars(model).pop("_weight_conversions", None)
+
+
+def _tie(model: nn.Module) -> None:
+    """Make one parameter of tied ones, as transformers does once they are loaded: a rule for one is then for both."""
+    for name, source in (getattr(model, "all_tied_weights_keys", None) or {}).items():
+        path, _, attribute = name.rpartition(".")
+        model.get_submodule(path)._parameters[attribute] = model.get_parameter(source)
 
 
 def plan_of(model: nn.Module, config: MXQuantConfig) -> Plan:

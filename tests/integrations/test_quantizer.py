@@ -54,6 +54,22 @@ def assert_same_state(actual: torch.nn.Module, expected: torch.nn.Module) -> Non
             assert torch.equal(ours[name], tensor), name
 
 
+@pytest.mark.parametrize(
+    "config",
+    [{"lm_head": "mxfp8"}, {"model.embed_tokens": "mxfp4"}, {"linear": "mxfp4", "lm_head": "mxfp8"}],
+    ids=lambda config: " ".join(config),
+)
+def test_a_rule_for_one_name_of_a_tied_weight_is_for_the_other(config: dict[str, str], tmp_path: Path) -> None:
+    """Weights are tied only once they are loaded; the plan is made before."""
+    MODELS["tied"]().to(torch.bfloat16).save_pretrained(tmp_path)
+    on_load = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=MXQuantConfig(config))
+    after = AutoModelForCausalLM.from_pretrained(tmp_path)
+    quantize_(after, config)
+    assert isinstance(on_load.lm_head.weight, MXTensor)
+    assert on_load.lm_head.weight is on_load.model.embed_tokens.weight
+    assert_same_state(on_load, after)
+
+
 @pytest.mark.parametrize("config", ["mxfp4", "nvfp4"])
 def test_quantizing_on_load_is_quantizing_after(plain: Path, config: str) -> None:
     on_load = AutoModelForCausalLM.from_pretrained(plain, quantization_config=MXQuantConfig(config))
