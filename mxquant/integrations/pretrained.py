@@ -24,6 +24,13 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
+_MEANINGLESS = {
+    "config", "key_mapping", "output_loading_info", "quantization_config", "revision", "state_dict", "subfolder",
+    "use_safetensors", "variant", "weights_only",
+}  # fmt: skip
+"""Options of transformers' `from_pretrained` that would be dropped, or clash with what is passed on."""
+
+
 def from_pretrained(
     path: str | os.PathLike[str],
     *,
@@ -44,7 +51,7 @@ def from_pretrained(
             name of it, `torch_dtype`, is taken as well.
         device_map: as transformers' `from_pretrained` takes it. "disk" means the checkpoint's own mapped files, and
             "auto" counts a quantized weight as one of `dtype`.
-        options: as transformers' `from_pretrained` takes them.
+        options: as transformers' `from_pretrained` takes them, but for those that say which files to read and how.
         backend: who multiplies: "auto", or a name in `list_backends()`.
 
     Raises:
@@ -53,12 +60,13 @@ def from_pretrained(
             cannot compute the weights.
         NotImplementedError: an unknown producer, a scheme that mxquant does not compute, merged experts sent to the
             disk.
-        TypeError: both `dtype` and `torch_dtype`.
+        TypeError: both `dtype` and `torch_dtype`; an option that has no meaning here.
         ImportError: transformers is not installed.
     """
     with needing_transformers():
         from mxquant.integrations import conversion
 
+    _refuse_meaningless(options)
     dtype = _dtype_of(dtype, options)
     content = read_content(path)
     if not content.checkpoint.config:
@@ -82,6 +90,14 @@ def from_pretrained(
     if content.quantized:
         _mark(loaded, content, roles)
     return loaded
+
+
+def _refuse_meaningless(options: dict[str, Any]) -> None:
+    if meaningless := sorted(_MEANINGLESS & options.keys()):
+        raise TypeError(
+            f"from_pretrained has no use for {', '.join(meaningless)}: it reads the folder that path names, as its own "
+            "config.json says; give the folder, and change the loaded model"
+        )
 
 
 def _dtype_of(dtype: torch.dtype | str, options: dict[str, Any]) -> torch.dtype | str:

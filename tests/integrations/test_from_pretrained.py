@@ -220,3 +220,9 @@ def test_torch_dtype_is_dtype() -> None:
     assert from_pretrained(folder(name), torch_dtype=None).dtype == from_pretrained(folder(name)).dtype
     with pytest.raises(TypeError, match="give dtype alone"):
         from_pretrained(folder(name), dtype=torch.bfloat16, torch_dtype=torch.float32)
+
+
+@pytest.mark.parametrize("option", ["subfolder", "revision", "quantization_config"])
+def test_an_option_without_a_meaning_is_refused(option: str, tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match=f"has no use for {option}: .* give the folder"):
+        from_pretrained(tmp_path, **{option: "x"})
