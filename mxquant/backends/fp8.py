@@ -69,11 +69,7 @@ def _multiply_many(x: Tensor, bias: Tensor | None, weight: Operand, problem: Pro
     import mxquant.kernels.tiled_expand as tiled
 
     mode = problem.activation_scale_mode
-    assert mode is not None
-    if problem.rotation is None:
-        values, factors = fold.fold_activation(x, mode, permute=False)
-    else:
-        values, factors, x = fold.fold_rotated(x, mode, permute=False)
+    values, factors, x = fold.fold_input(x, mode, permute=False, rotated=problem.rotation is not None)
     w_values, w_factors = tiled.expand_e4m3(weight.qdata, weight.scale, problem.in_features)
     y = torch._scaled_mm(
         values,

@@ -124,6 +124,20 @@ def fold_rotated(x: Tensor, scale_mode: str, *, permute: bool) -> tuple[Tensor, 
     return values, row_scale, rotated
 
 
+def fold_input(x: Tensor, scale_mode: str | None, *, permute: bool, rotated: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """What a product of many rows starts from, as its activations ask: `fold_activation`, `fold_rotated`, or, where
+    `scale_mode` is None, `fold_bfloat16`.
+
+    Returns:
+        values; row scales; and the rows that those which do not fit are recomputed from.
+    """
+    if scale_mode is None:
+        return *fold_bfloat16(x), x
+    if rotated:
+        return fold_rotated(x, scale_mode, permute=permute)
+    return *fold_activation(x, scale_mode, permute=permute), x
+
+
 def fold_activation_torch(x: Tensor, scale_mode: str, *, permute: bool, rotated: bool = False) -> tuple[Tensor, Tensor]:
     """The twin of `fold_activation`; rows that do not fit hold whatever the casts give."""
     m, k = x.shape

@@ -13,7 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from mxquant.kernels.word_decode import decode_bytes, decode_halves
+from mxquant.kernels.word_decode import decode_bytes, decode_halves, tables
 
 # What the largest block exponent of a weight's row becomes, in E5M2 and in FP16.
 TOP = tl.constexpr(13)
@@ -31,9 +31,9 @@ def _decode_tile(packed: tl.tensor, exponent: tl.tensor, TILES: tl.constexpr, CH
     """E5M2 or FP16 values [64 * TILES, 128 * CHUNKS] of 16-byte pieces [R, 128 * 16 bytes] and exponents [R, 128]."""
     R: tl.constexpr = TILES * CHUNKS * 2
     UNITS: tl.constexpr = packed.shape[1] // 128
-    # E5M2 bytes of 0, 0.5, 1, 1.5 and of 2, 3, 4, 6 times 2^(exponent - 14).
-    low = tl.broadcast_to((exponent * 0x04040400 + 0x06040000)[:, :, None], (R, 128, UNITS))
-    high = tl.broadcast_to((exponent * 0x04040404 + 0x0E0C0A08)[:, :, None], (R, 128, UNITS))
+    low, high = tables(exponent)
+    low = tl.broadcast_to(low[:, :, None], (R, 128, UNITS))
+    high = tl.broadcast_to(high[:, :, None], (R, 128, UNITS))
     word = tl.reshape(packed, (R, 128, UNITS))
     if packed.dtype == tl.uint8:
         half0, half1 = decode_bytes(word, low, high)

@@ -31,7 +31,7 @@ from mxquant.kernels.fold import row_factor
 from mxquant.kernels.overlap import await_previous, let_next_start
 from mxquant.kernels.tiled import highest_exponent
 from mxquant.kernels.tiled_decode import TOP
-from mxquant.kernels.word_decode import BYTES_PTX, HALVES_PTX
+from mxquant.kernels.word_decode import BYTES_PTX, HALVES_PTX, tables
 
 TILES = tl.constexpr(4)
 """Tiles of 64 weight rows a program."""
@@ -82,7 +82,7 @@ def _copy_ahead(
     BK: gl.constexpr,
     STAGES: gl.constexpr,
 ) -> None:
-    """The warp that has tiles copied: into a stage as soon as both groups have let go of it."""
+    """The warp that has tiles copied: into a stage as soon as all groups have let go of it."""
     w_smem, x_smem, filled, emptied, _ = buffers
     CHUNKS: gl.constexpr = BK // 128
     BYTES: gl.constexpr = TILES * BK * 32 + BM * BK * x_smem.dtype.primitive_bitwidth // 8
@@ -205,17 +205,15 @@ def _pass_turn(turns: gl.shared_memory_descriptor, GROUP: gl.constexpr, EACH: gl
 
 
 @gluon.jit
-def _tables(pieces: gl.tensor, four: gl.tensor) -> tuple[gl.tensor, ...]:
+def _tables_of(pieces: gl.tensor, four: gl.tensor) -> tuple[gl.tensor, ...]:
     """The pieces [2 (half), 128 (thread), units] of a chunk of 128 columns, and for each unit the tables of its block
     (`word_decode`), of exponents in the lower half of `four`."""
     LAYOUT: gl.constexpr = pieces.type.layout
     half = gl.arange(0, 2, layout=gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)))
     four = gl.convert_layout(four, gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT)), assert_trivial=True)
     exponent = (four[None, :] >> (half * 8)[:, None]) & 0x1F
-    # E5M2 bytes of 0, 0.5, 1, 1.5 and of 2, 3, 4, 6 times 2^(exponent - 14).
-    low = (exponent * 0x04040400 + 0x06040000)[:, :, None]
-    high = (exponent * 0x04040404 + 0x0E0C0A08)[:, :, None]
-    return gl.broadcast(low, pieces)[0], gl.broadcast(high, pieces)[0]
+    low, high = tables(exponent)
+    return gl.broadcast(low[:, :, None], pieces)[0], gl.broadcast(high[:, :, None], pieces)[0]
 
 
 @gluon.jit
@@ -223,7 +221,7 @@ def _bytes(words: gl.shared_memory_descriptor, four: gl.tensor, MMA: gl.constexp
     """E5M2 values [64, 128], as wgmma takes them from registers, of a chunk in shared memory, uint8 [32, 128]."""
     LOAD: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [4, 1], [1, 0])
     pieces = gl.reshape(words.load(LOAD), (2, 128, 16))
-    low, high = _tables(pieces, four)
+    low, high = _tables_of(pieces, four)
     half0, half1 = gl.inline_asm_elementwise(
         BYTES_PTX, "=&r,=&r,r,r,r,r,r,r,r,r,r", [pieces, low, high], dtype=(gl.uint8, gl.uint8), is_pure=True, pack=4
     )
@@ -237,7 +235,7 @@ def _halves(words: gl.shared_memory_descriptor, four: gl.tensor, MMA: gl.constex
     """The same in FP16, of uint16 [32, 64]."""
     LOAD: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     pieces = gl.reshape(words.load(LOAD), (2, 128, 8))
-    low, high = _tables(pieces, four)
+    low, high = _tables_of(pieces, four)
     even0, odd0, even1, odd1 = gl.inline_asm_elementwise(
         HALVES_PTX, "=&r,=&r,=&r,=&r,r,r,r,r,r", [pieces, low, high],
         dtype=(gl.float16, gl.float16, gl.float16, gl.float16), is_pure=True, pack=2,

@@ -18,7 +18,7 @@ from torch import Tensor
 from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from mxquant.kernels.fold import fold_activation, fold_bfloat16, fold_rotated
+from mxquant.kernels.fold import fold_input
 from mxquant.kernels.launch import cached_launch, cdiv
 from mxquant.kernels.overlap import await_previous
 from mxquant.kernels.tiled_expand import repair
@@ -49,12 +49,7 @@ def multiply_many(
 ) -> Tensor:
     """As `tiled_matmul.multiply_few`, for K a multiple of 256."""
     (m, k), device = x_MK.shape, x_MK.device
-    if scale_mode is None:
-        values, x_scale = fold_bfloat16(x_MK)
-    elif rotated:
-        values, x_scale, x_MK = fold_rotated(x_MK, scale_mode, permute=True)
-    else:
-        values, x_scale = fold_activation(x_MK, scale_mode, permute=True)
+    values, x_scale, x_MK = fold_input(x_MK, scale_mode, permute=True, rotated=rotated)
     fp16 = scale_mode is None
     rows = _rows_of(m)
     step = 128 if fp16 else 256

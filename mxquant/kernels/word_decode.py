@@ -44,6 +44,12 @@ HALVES_PTX = tl.constexpr(
 
 
 @triton.jit
+def tables(exponent: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
+    """The magnitudes 0-3 and 4-7 of blocks: E5M2 bytes of 0, 0.5, 1, 1.5 and of 2, 3, 4, 6 times 2^(exponent - 14)."""
+    return exponent * 0x04040400 + 0x06040000, exponent * 0x04040404 + 0x0E0C0A08
+
+
+@triton.jit
 def decode_bytes(word: tl.tensor, low: tl.tensor, high: tl.tensor) -> tuple[tl.tensor, ...]:
     """Four bytes of a word to 2 x 4 FP8 bytes: those of its codes 0-3, and 4-7.
 

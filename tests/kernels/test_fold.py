@@ -10,6 +10,7 @@ from mxquant.kernels.fold import (
     fold_activation_torch,
     fold_bfloat16,
     fold_bfloat16_torch,
+    fold_input,
     fold_rotated,
 )
 from mxquant.kernels.rotate import rotate
@@ -118,3 +119,17 @@ def test_rows_folded_into_fp16_are_exact_and_permuted(device: torch.device) -> N
     fit = ~scales.cpu().isnan().squeeze(1)
     assert torch.equal((values.cpu().double() * scales.cpu().double())[fit], x.cpu().double()[:, column][fit])
     assert not torch.equal(column, position)
+
+
+@pytest.mark.parametrize("mode, rotated", [(None, False), ("even", False), ("even", True)])
+def test_the_fold_that_a_product_asks_for(mode: str | None, rotated: bool, device: torch.device) -> None:
+    x = activations(device, 256).bfloat16()
+    values, scales, before = fold_input(x, mode, permute=True, rotated=rotated)
+    if rotated:
+        expected = fold_rotated(x, "even", permute=True)[:2]
+    else:
+        expected = fold_bfloat16(x) if mode is None else fold_activation(x, mode, permute=True)
+    fit = ~scales.isnan().squeeze(1)
+    assert torch.equal(values[fit], expected[0][fit])
+    assert torch.equal(scales[fit], expected[1][fit])
+    assert (before is x) is not rotated
