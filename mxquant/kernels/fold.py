@@ -52,8 +52,8 @@ _LONGEST_IN_REGISTERS = 16384
 _INTERPRETED_ROWS = 32
 
 
-def _padded(columns: int) -> int:
-    return cdiv(columns, 128) * 128
+def _padded(size: int) -> int:
+    return cdiv(size, 128) * 128
 
 
 def folding(
@@ -68,11 +68,12 @@ def folding(
 ) -> tuple[dict[str, Buffer], Step]:
     """The step from "x" to "values" and "row_scale", and these: of `fold_activation`, or, where `scale_mode` is None,
     of `fold_bfloat16`. Where rows are `rotated`, "rotated" as well: what a matmul recomputes rows from, instead of "x",
-    and its rows lie `k` apart; `unfit_only`: no other row is written to it.
+    and its rows lie `k` apart; `unfit_only`: no other row is written to it. Where columns are to be permuted, there is
+    room behind the row scales up to a multiple of 128, so that kernels may load those of a whole tile.
     """
-    width = _padded(k) if permute else k
+    height, width = (_padded(m), _padded(k)) if permute else (m, k)
     buffers = {"values": Buffer((m, width), torch.float16 if scale_mode is None else torch.float8_e5m2)}
-    buffers["row_scale"] = Buffer((m, 1), torch.float32)
+    buffers["row_scale"] = Buffer((height, 1), torch.float32)
     if scale_mode is None:
         block_k = min(next_power_of_2(width), _LONGEST_IN_REGISTERS)
         warps = max(1, min(16, block_k // 512))
@@ -96,7 +97,7 @@ def _fold(x: Tensor, scale_mode: str | None, *, permute: bool, rotated: bool = F
     buffers, step = folding(m, k, x.stride(0), scale_mode, permute=permute, rotated=rotated, unfit_only=True)
     made = {name: buffer.empty(x.device) for name, buffer in buffers.items()}
     step.launch({"x": x, **made})
-    return list(made.values())
+    return [made.pop("values"), made.pop("row_scale")[:m], *made.values()]
 
 
 def fold_activation(x: Tensor, scale_mode: str, *, permute: bool) -> tuple[Tensor, Tensor]:

@@ -2,15 +2,15 @@
 
 Of a program's warps, one has tiles of the weight and of the activations copied to shared memory, some steps ahead. The
 others, in two groups of four or in four, each decode their tiles of 64 weight rows and multiply them: decoded values
-are the A operand of wgmma, in registers, so that C^T = W X^T is what is computed, as in `tiled_decode`. All that the
-groups wait for each other for is their turn at the tensor cores.
+are the A operand of wgmma, in registers, so that C^T = W X^T is what is computed, as in `tiled_decode`. A group decodes
+while the tensor cores have what another one decoded.
 
 Triton's interpreter doesn't run Gluon. Without a GPU, tests see that this compiles.
 
 Shape suffixes: M input rows, N weight rows, K columns. A piece of work is a tile of the result, 64 * TILES weight rows
 by BM input rows, or a part of its columns; a step is BK columns of it; `sizes` are M, N, K, the number of pieces that
 are whole tiles, and the parts of each other tile; `tensors` are the bytes of the weight's scales, the activations'
-scales, the bias, the result and what parts are stored in.
+scales, the bias and what parts are stored in.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from mxquant.kernels.fold import row_factor
 from mxquant.kernels.overlap import await_previous, let_next_start
-from mxquant.kernels.tiled import highest_exponent
 from mxquant.kernels.tiled_decode import TOP
 from mxquant.kernels.word_decode import BYTES_PTX, HALVES_PTX, tables
 
@@ -39,6 +38,7 @@ TILES = tl.constexpr(4)
 _GROUP = tl.constexpr(16)
 # The name of later versions of Triton, and of 3.6.
 _copy = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 
 
 @triton.jit
@@ -83,7 +83,7 @@ def _copy_ahead(
     STAGES: gl.constexpr,
 ) -> None:
     """The warp that has tiles copied: into a stage as soon as all groups have let go of it."""
-    w_smem, x_smem, filled, emptied, _ = buffers
+    w_smem, x_smem, _, filled, emptied = buffers
     CHUNKS: gl.constexpr = BK // 128
     BYTES: gl.constexpr = TILES * BK * 32 + BM * BK * x_smem.dtype.primitive_bitwidth // 8
     steps = sizes[2] // BK
@@ -108,6 +108,7 @@ def _copy_ahead(
 
 @gluon.jit
 def _multiply(
+    y_desc: tma.tensor_descriptor,
     buffers: gl.tuple,
     tensors: gl.tuple,
     sizes: gl.tuple,
@@ -119,22 +120,17 @@ def _multiply(
     HAS_BIAS: gl.constexpr,
 ) -> None:
     """A group of warps, with one or two of a program's four tiles of weight rows."""
-    w_smem, x_smem, filled, emptied, turns = buffers
+    w_smem, x_smem, y_smem, filled, emptied = buffers
     _M, N, K, _whole, _parts = sizes
-    FP16: gl.constexpr = x_smem.dtype == gl.float16
-    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BM, 16 if FP16 else 32])
-    thread = gl.arange(0, 128, layout=gl.BlockedLayout([1], [32], [4], [0]))
-    scales = tensors[0].to(gl.pointer_type(gl.int32), bitcast=True)
+    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BM, 256 // x_smem.dtype.primitive_bitwidth])
+    pieces = _count(sizes, BM)
     await_previous()  # for the scales of the activations
     count = 0
-    for i in range(gl.program_id(0), _count(sizes, BM), gl.num_programs(0)):
-        m, n, begin, end = _work_of(i, sizes, BM, BK)
-        tile = n * TILES + GROUP * EACH
+    m, n, begin, end = _work_of(gl.program_id(0), sizes, BM, BK)
+    tile = n * TILES + GROUP * EACH
+    at0, at1, next0, next1 = _first_exponents(tensors[0], tile, begin * BK, N, K)
+    for i in range(gl.program_id(0), pieces, gl.num_programs(0)):
         total0, total1 = gl.zeros((64, BM), gl.float32, layout=MMA), gl.zeros((64, BM), gl.float32, layout=MMA)
-        # Four exponents of a thread: of 256 columns. The last tiles may lie beyond the weight, and come to nothing.
-        at0 = scales + gl.minimum(tile, N // 64 - 1).to(gl.int64) * (K // 2) + thread
-        at1 = scales + gl.minimum(tile + 1, N // 64 - 1).to(gl.int64) * (K // 2) + thread
-        next0, next1 = gl.load(at0 + begin * BK // 256 * 128), gl.load(at1 + begin * BK // 256 * 128)
         for step in range(begin, end):
             stage = count % STAGES
             four0, four1 = next0 >> (step * BK % 256 // 8), next1 >> (step * BK % 256 // 8)
@@ -143,30 +139,66 @@ def _multiply(
             mbarrier.wait(filled.index(stage), count // STAGES % 2)
             w0 = w_smem.index(stage * TILES + GROUP * EACH)
             w1 = w_smem.index(stage * TILES + GROUP * EACH + EACH - 1)
-            if FP16:
-                x = x_smem.index(stage).permute((1, 0))
-                w = _halves(w0, four0, MMA)
-                _await_turn(turns, count, GROUP)
-                total0 = warpgroup_mma(w, x, total0, is_async=True)
-                if EACH == 2:
-                    total1 = warpgroup_mma(_halves(w1, four1, MMA), x, total1, is_async=True)
-                _pass_turn(turns, GROUP, EACH)
-                if EACH == 2:
-                    total0, total1 = warpgroup_mma_wait(0, deps=[total0, total1])
-                else:
-                    total0 = warpgroup_mma_wait(0, deps=[total0])
-            else:
-                x0 = x_smem.index(stage * 2).permute((1, 0))
-                x1 = x_smem.index(stage * 2 + 1).permute((1, 0))
-                total0 += _sum_of_256(w0, four0, x0, x1, turns, count * EACH, GROUP, EACH, MMA, BM)
-                if EACH == 2:
-                    total1 += _sum_of_256(w1, four1, x0, x1, turns, count * EACH + 1, GROUP, EACH, MMA, BM)
+            total0, total1 = _add_products(total0, total1, w0, w1, four0, four1, x_smem, stage, EACH, MMA, BM)
             mbarrier.arrive(emptied.index(stage), count=1)
             count += 1
-        if tile * 64 < N:
-            _finish(total0, tile, i, m, begin, tensors, sizes, MMA, BM, HAS_BIAS)
-        if EACH == 2 and tile * 64 + 64 < N:
-            _finish(total1, tile + 1, i, m, begin, tensors, sizes, MMA, BM, HAS_BIAS)
+        highest0, highest1 = gl.load(at0), gl.load(at1)
+        m_tile, done, first = m, tile, begin
+        # Those of the next piece come in while this one is finished.
+        m, n, begin, end = _work_of(gl.minimum(i + gl.num_programs(0), pieces - 1), sizes, BM, BK)
+        tile = n * TILES + GROUP * EACH
+        at0, at1, next0, next1 = _first_exponents(tensors[0], tile, begin * BK, N, K)
+        y = y_smem.index(GROUP)
+        if done * 64 < N:
+            _finish(total0, highest0, done, i, m_tile, first, y_desc, y, tensors, sizes, MMA, BM, HAS_BIAS)
+        if EACH == 2 and done * 64 + 64 < N:
+            _finish(total1, highest1, done + 1, i, m_tile, first, y_desc, y, tensors, sizes, MMA, BM, HAS_BIAS)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def _first_exponents(
+    bytes_: gl.tensor, tile: gl.tensor, column: gl.tensor, N: gl.tensor, K: gl.tensor
+) -> tuple[gl.tensor, ...]:
+    """Where the first four exponents of each thread lie, of two tiles of weight rows, and those four that `column` is
+    of: a thread has four of 256 columns. A program's last tiles may lie beyond the weight, and come to nothing.
+    """
+    words = bytes_.to(gl.pointer_type(gl.int32), bitcast=True)
+    thread = gl.arange(0, 128, layout=gl.BlockedLayout([1], [32], [4], [0]))
+    at0 = words + gl.minimum(tile, N // 64 - 1).to(gl.int64) * (K // 2) + thread
+    at1 = words + gl.minimum(tile + 1, N // 64 - 1).to(gl.int64) * (K // 2) + thread
+    return at0, at1, gl.load(at0 + column // 256 * 128), gl.load(at1 + column // 256 * 128)
+
+
+@gluon.jit
+def _add_products(
+    total0: gl.tensor,
+    total1: gl.tensor,
+    w0: gl.shared_memory_descriptor,
+    w1: gl.shared_memory_descriptor,
+    four0: gl.tensor,
+    four1: gl.tensor,
+    x_smem: gl.shared_memory_descriptor,
+    stage: gl.tensor,
+    EACH: gl.constexpr,
+    MMA: gl.constexpr,
+    BM: gl.constexpr,
+) -> tuple[gl.tensor, ...]:
+    """The totals of one or two tiles of weight rows, and the products of a step."""
+    if x_smem.dtype == gl.float16:
+        x = x_smem.index(stage).permute((1, 0))
+        total0 = warpgroup_mma(_halves(w0, four0, MMA), x, total0, is_async=True)
+        if EACH == 2:
+            total1 = warpgroup_mma(_halves(w1, four1, MMA), x, total1, is_async=True)
+            total0, total1 = warpgroup_mma_wait(0, deps=[total0, total1])
+        else:
+            total0 = warpgroup_mma_wait(0, deps=[total0])
+    else:
+        x0, x1 = x_smem.index(stage * 2).permute((1, 0)), x_smem.index(stage * 2 + 1).permute((1, 0))
+        total0 += _sum_of_256(w0, four0, x0, x1, MMA, BM)
+        if EACH == 2:
+            total1 += _sum_of_256(w1, four1, x0, x1, MMA, BM)
+    return total0, total1
 
 
 @gluon.jit
@@ -175,33 +207,17 @@ def _sum_of_256(
     four: gl.tensor,
     x0: gl.shared_memory_descriptor,
     x1: gl.shared_memory_descriptor,
-    turns: gl.shared_memory_descriptor,
-    turn: gl.tensor,
-    GROUP: gl.constexpr,
-    EACH: gl.constexpr,
     MMA: gl.constexpr,
     BM: gl.constexpr,
 ) -> gl.tensor:
-    """FP8 products over 256 columns, as many as FP8 tensor cores may add up. Half are decoded during the other half."""
+    """FP8 products over 256 columns, as many as FP8 tensor cores may add up. All are decoded first: meanwhile the
+    tensor cores have what the other groups decoded.
+    """
     zero = gl.zeros((64, BM), gl.float32, layout=MMA)
-    w = _bytes(words.slice(0, 32), four, MMA)
-    _await_turn(turns, turn, GROUP)
-    total = warpgroup_mma(w, x0, zero, use_acc=False, is_async=True)
-    total = warpgroup_mma(_bytes(words.slice(32, 32), four >> 16, MMA), x1, total, is_async=True)
-    _pass_turn(turns, GROUP, EACH)
+    w0, w1 = _bytes(words.slice(0, 32), four, MMA), _bytes(words.slice(32, 32), four >> 16, MMA)
+    total = warpgroup_mma(w0, x0, zero, use_acc=False, is_async=True)
+    total = warpgroup_mma(w1, x1, total, is_async=True)
     return warpgroup_mma_wait(0, deps=[total])
-
-
-@gluon.jit
-def _await_turn(turns: gl.shared_memory_descriptor, turn: gl.tensor, GROUP: gl.constexpr) -> None:
-    """The groups take turns at the tensor cores. Left to themselves they share them, and then all decode at once."""
-    mbarrier.wait(turns.index(GROUP), (turn + (GROUP == 0)) % 2)
-
-
-@gluon.jit
-def _pass_turn(turns: gl.shared_memory_descriptor, GROUP: gl.constexpr, EACH: gl.constexpr) -> None:
-    """Let the next group have what follows in the queue."""
-    mbarrier.arrive(turns.index((GROUP + 1) % (TILES // EACH)), count=1)
 
 
 @gluon.jit
@@ -246,12 +262,27 @@ def _halves(words: gl.shared_memory_descriptor, four: gl.tensor, MMA: gl.constex
 
 
 @gluon.jit
+def _highest_of(four: gl.tensor, MMA: gl.constexpr) -> gl.tensor:
+    """The largest exponent of each of 64 weight rows, from the upper bits of their first three blocks, which are those
+    of the first 3 of 4 neighbouring threads: `tiled.highest_exponent`, of each thread's first four bytes.
+    """
+    t = gl.arange(0, 128, layout=four.type.layout) % 4
+    four = gl.where(t < 3, four, 0)
+    parts = gl.join(((four >> 5) & 7) << (3 * t), ((four >> 13) & 7) << (3 * t))
+    highest = gl.permute(gl.sum(gl.reshape(parts, (4, 8, 4, 2)), 2), (0, 2, 1))  # warp half g
+    return gl.convert_layout(gl.reshape(highest, (64,)), gl.SliceLayout(1, MMA))
+
+
+@gluon.jit
 def _finish(
     total: gl.tensor,
+    four: gl.tensor,
     tile: gl.tensor,
     i: gl.tensor,
     m_tile: gl.tensor,
     begin: gl.tensor,
+    y_desc: tma.tensor_descriptor,
+    y_smem: gl.shared_memory_descriptor,
     tensors: gl.tuple,
     sizes: gl.tuple,
     MMA: gl.constexpr,
@@ -259,27 +290,21 @@ def _finish(
     HAS_BIAS: gl.constexpr,
 ) -> None:
     """Store the sums of a tile of weight rows, or of a part of its columns."""
-    bytes_, x_scale, bias, y, partial = tensors
-    M, N, K, whole, _ = sizes
-    n = tile * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, MMA))
-    m = m_tile * BM + gl.arange(0, BM, layout=gl.SliceLayout(0, MMA))
-    total *= (
-        row_factor(highest_exponent(bytes_, n.to(gl.int64), K), TOP)[:, None]
-        * gl.load(x_scale + m, mask=m < M, other=0.0)[None, :]
-    )
+    _, x_scale, bias, partial = tensors
+    whole = sizes[3]
+    n = gl.arange(0, 64, layout=gl.SliceLayout(1, MMA))
+    m = gl.arange(0, BM, layout=gl.SliceLayout(0, MMA))
+    total *= row_factor(_highest_of(four, MMA), TOP)[:, None] * gl.load(x_scale + m_tile * BM + m)[None, :]
     if HAS_BIAS:
-        total += gl.where(begin == 0, gl.load(bias + n).to(gl.float32), 0.0)[:, None]
-    # Threads that have neighbours in y.
-    OUT: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, 4], [0, 1])
-    n = gl.arange(0, 64, layout=gl.SliceLayout(1, OUT))
-    m = gl.arange(0, BM, layout=gl.SliceLayout(0, OUT))
+        total += gl.where(begin == 0, gl.load(bias + tile * 64 + n).to(gl.float32), 0.0)[:, None]
     if i < whole:
-        m += m_tile * BM
-        at = m.to(gl.int64)[None, :] * N + (tile * 64 + n)[:, None]
-        gl.store(y + at, gl.convert_layout(total.to(y.dtype.element_ty), OUT), mask=(m < M)[None, :])
+        tma.store_wait(0)  # until what was stored from here before is read
+        y_smem.permute((1, 0)).store(total.to(y_smem.dtype))
+        fence_async_shared()
+        _store(y_desc, [m_tile * BM, tile * 64], y_smem)
     else:
         partial += ((i - whole) * TILES + tile % TILES).to(gl.int64) * (BM * 64)
-        gl.store(partial + (m[None, :] * 64 + n[:, None]), gl.convert_layout(total, OUT))
+        gl.store(partial + (n[:, None] * BM + m[None, :]), total)
 
 
 # Compiled once for every number of rows: the numbers below are divided by, not multiplied to addresses.
@@ -287,10 +312,10 @@ def _finish(
 def product_kernel(
     w_desc: tma.tensor_descriptor,
     x_desc: tma.tensor_descriptor,
+    y_desc: tma.tensor_descriptor,
     bytes_: gl.tensor,
     x_scale: gl.tensor,
     bias: gl.tensor,
-    y: gl.tensor,
     partial: gl.tensor,
     M: gl.tensor,
     N: gl.tensor,
@@ -311,19 +336,17 @@ def product_kernel(
     for stage in gl.static_range(STAGES):
         mbarrier.init(filled.index(stage), count=1)
         mbarrier.init(emptied.index(stage), count=TILES // EACH)
-    turns = gl.allocate_shared_memory(gl.int64, [TILES // EACH, 1], mbarrier.MBarrierLayout())
-    for group in gl.static_range(TILES // EACH):
-        mbarrier.init(turns.index(group), count=1)
+    y_smem = gl.allocate_shared_memory(y_desc.dtype, [TILES // EACH, BM, 64], y_desc.layout)
     fence_async_shared()
-    buffers = (w_smem, x_smem, filled, emptied, turns)
-    tensors = (bytes_, x_scale, bias, y, partial)
+    buffers = (w_smem, x_smem, y_smem, filled, emptied)
+    tensors = (bytes_, x_scale, bias, partial)
     sizes = (M, N, K, whole, parts)
     # Registers: the first group has what is left over, no fewer than the others.
     if EACH == 2:
         gl.warp_specialize(
             [
-                (_multiply, (buffers, tensors, sizes, 0, 2, BM, BK, STAGES, HAS_BIAS)),
-                (_multiply, (buffers, tensors, sizes, 1, 2, BM, BK, STAGES, HAS_BIAS)),
+                (_multiply, (y_desc, buffers, tensors, sizes, 0, 2, BM, BK, STAGES, HAS_BIAS)),
+                (_multiply, (y_desc, buffers, tensors, sizes, 1, 2, BM, BK, STAGES, HAS_BIAS)),
                 (_copy_ahead, (w_desc, x_desc, buffers, sizes, BM, BK, STAGES)),
             ],
             [4, 1],
@@ -332,10 +355,10 @@ def product_kernel(
     else:
         gl.warp_specialize(
             [
-                (_multiply, (buffers, tensors, sizes, 0, 1, BM, BK, STAGES, HAS_BIAS)),
-                (_multiply, (buffers, tensors, sizes, 1, 1, BM, BK, STAGES, HAS_BIAS)),
-                (_multiply, (buffers, tensors, sizes, 2, 1, BM, BK, STAGES, HAS_BIAS)),
-                (_multiply, (buffers, tensors, sizes, 3, 1, BM, BK, STAGES, HAS_BIAS)),
+                (_multiply, (y_desc, buffers, tensors, sizes, 0, 1, BM, BK, STAGES, HAS_BIAS)),
+                (_multiply, (y_desc, buffers, tensors, sizes, 1, 1, BM, BK, STAGES, HAS_BIAS)),
+                (_multiply, (y_desc, buffers, tensors, sizes, 2, 1, BM, BK, STAGES, HAS_BIAS)),
+                (_multiply, (y_desc, buffers, tensors, sizes, 3, 1, BM, BK, STAGES, HAS_BIAS)),
                 (_copy_ahead, (w_desc, x_desc, buffers, sizes, BM, BK, STAGES)),
             ],
             [4, 4, 4, 1],

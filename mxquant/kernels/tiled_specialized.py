@@ -62,8 +62,8 @@ def multiply_many(
     # A word of four or two units, as the decoder takes them.
     units = words.view(torch.uint16 if fp16 else torch.uint8).view(-1, 64 if fp16 else 128)
     product_kernel[(min(programs, whole + split * parts),)](
-        _descriptor(units, step // 4, units.shape[1]), _descriptor(values, rows, 128), bytes_, x_scale,
-        y if bias_N is None else bias_N, y, partial, m, n, k, whole, parts,
+        _descriptor(units, step // 4, units.shape[1]), _descriptor(values, rows, 128), _descriptor(y, rows, 64),
+        bytes_, x_scale, y if bias_N is None else bias_N, partial, m, n, k, whole, parts,
         EACH=2 if rows == 128 else 1, BM=rows, BK=step, STAGES=4 if fp16 else 3, HAS_BIAS=bias_N is not None,
         num_warps=4, launch_pdl=True,
     )  # fmt: skip
@@ -122,7 +122,7 @@ def _add_parts_kernel(
     m_tile, n_tile = place_of(whole + tl.program_id(0), M, N, BM)
     n = tl.arange(0, 64)
     m = tl.arange(0, BM)
-    within = m[:, None] * 64 + n[None, :]
+    within = n[None, :] * BM + m[:, None]
     partial += (tl.program_id(0).to(tl.int64) * (PARTS * TILES) + tl.program_id(1)) * (BM * 64)
     await_previous()
     total = tl.load(partial + within)
