@@ -5,8 +5,8 @@
 
 Each version is captured in a CUDA graph that runs over enough copies of its weight to leave nothing in the L2 cache,
 and replayed; activations are quantized inside. Medians of the replays, ratios to bf16, and the error of one output.
-At one row also the host's time for an eager call; before all that, the quantizer against a copy. A peer that is not
-installed, or fails, is recorded with the reason. Needs a GPU.
+At one row also the host's time for an eager call; before all that, the quantizer against a copy, and what no linear
+can be faster than. A peer that is not installed, or fails, is recorded with the reason. Needs a GPU.
 """
 
 import argparse
@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
+from gpu_bounds import measure_bounds
 from gpu_goals import check_goals
 from gpu_quantizer import measure_quantizer
 from gpu_timing import copies, graph_microseconds, host_microseconds
@@ -156,7 +157,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     method = "medians of CUDA graph replays; error: relative to the float32 product, in Frobenius norm"
     record = Record("gpu_linear", "time of a quantized linear on a GPU, bf16 inputs", method, PACKAGES)
     versions = [*OWN, *present(arguments.peers, record)]
-    for row in measure_quantizer(DEVICE):
+    bounds = measure_bounds(map(size_of, arguments.shapes), arguments.rows, DEVICE)
+    for row in (*measure_quantizer(DEVICE), *bounds):
         record.results.append(row)
         print(row, flush=True)
     preparing: defaultdict[str, float] = defaultdict(float)

@@ -142,6 +142,38 @@ def quantizer(results: list[dict[str, Any]]) -> Iterator[str]:
     yield from table(["format", "size", "us", "TB/s", "of a copy", "rotated us", "torchao us"], body)
 
 
+def bounds(results: list[dict[str, Any]]) -> Iterator[str]:
+    found = [row for row in results if "bound" in row]
+    if not found:
+        return
+    launches = next(row["us"] for row in found if row["bound"] == "launches")
+    times = {(row["shape"], row["rows"], row["version"]): row for row in rows_of(results) if "us" in row}
+
+    def measured(shape: str, rows: int, version: str) -> str:
+        return cell(times.get((shape, rows, version)))
+
+    yield from ("", "## Bounds", "")
+    yield f"A W4A4 linear takes {launches:.1f} us when there is next to nothing to compute: its launches. Reading codes"
+    yield "and scales of a weight, and doing nothing with them, takes:"
+    yield ""
+    reading = [row for row in found if row["bound"] == "reading"]
+    body = (
+        [row["shape"], f"{row['us']:,.1f}", f"{row['tb_s']:.2f}", f"{row['us'] + launches:,.1f}"]
+        + [measured(row["shape"], 1, version) for version in ("W4A4", "W4A16", "bf16")]
+        for row in reading
+    )
+    yield from table(["shape", "us", "TB/s", "with launches", "W4A4, M=1", "W4A16, M=1", "bf16, M=1"], body)
+    products = [row for row in found if row["bound"] == "FP8 product"]
+    if products:
+        yield from ("", "cuBLAS's product of operands that are FP8 already, sums promoted:", "")
+        body = (
+            [row["shape"], f"{row['rows']:,}", f"{row['us']:,.1f}"]
+            + [measured(row["shape"], row["rows"], version) for version in ("W4A4", "bf16")]
+            for row in products
+        )
+        yield from table(["shape", "M", "us", "W4A4", "bf16"], body)
+
+
 def goals(goals: list[dict[str, Any]]) -> Iterator[str]:
     if goals:
         met = sum(goal["met"] for goal in goals)
@@ -178,7 +210,8 @@ def page(record: dict[str, Any]) -> str:
         cpus=record["machine"]["logical_cpus"],
         versions=", ".join(f"{name} {version}" for name, version in installed.items()),
     )
-    parts = (times(rows), host(rows), errors(rows), quantizer(record["results"]), goals(record["goals"]))
+    parts = (times(rows), host(rows), errors(rows), quantizer(record["results"]))
+    parts += (bounds(record["results"]), goals(record["goals"]))
     lines = [header.rstrip(), *(line for part in parts for line in part)]
     lines += [*BOUNDS.rstrip().splitlines(), *unmeasured(record["results"])]
     return "\n".join(lines) + "\n"

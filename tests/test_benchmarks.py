@@ -24,7 +24,7 @@ def load(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 @pytest.fixture
 def gpu_linear(load: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ModuleType:
-    """The benchmark on a CPU, where a version takes a microsecond for each copy of its weight; no quantizer."""
+    """The benchmark on a CPU, where a version takes a microsecond for each copy of its weight; only linears."""
     module = load("gpu_linear")
     monkeypatch.setattr(module, "DEVICE", "cpu")
     monkeypatch.setattr(module.torch.cuda, "synchronize", lambda: None)
@@ -32,6 +32,7 @@ def gpu_linear(load: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Mo
     monkeypatch.setattr(module, "graph_microseconds", lambda run, calls: float(len(run())))
     monkeypatch.setattr(module, "host_microseconds", lambda run: 3.0)
     monkeypatch.setattr(module, "measure_quantizer", lambda device: [])
+    monkeypatch.setattr(module, "measure_bounds", lambda shapes, rows, device: [])
     monkeypatch.setattr(load("record"), "FOLDER", tmp_path)
     return module
 
@@ -62,6 +63,29 @@ def test_a_run_records_every_version(gpu_linear: ModuleType, tmp_path: Path) -> 
     assert set(absent.values()) == {"not asked for (--peers)"}
     assert len(absent) == 6
     assert {"humming-kernels", "gemlite", "triton_kernels"} <= record["versions"].keys()
+
+
+def test_bounds_are_of_bytes_read_and_of_products(load: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each call of a graph takes a microsecond."""
+    module = load("gpu_bounds")
+    monkeypatch.setattr(module, "copies", lambda size: 2)
+    monkeypatch.setattr(module, "graph_microseconds", lambda run, calls: len(run()) / calls)
+    launched: list[tuple[Any, ...]] = []
+
+    class Kernel:
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            return lambda words, found, size, block: launched.append((grid, words.numel(), found.numel(), size, block))
+
+    monkeypatch.setattr(module, "_read_kernel", Kernel())
+    monkeypatch.setattr(module.torch, "_scaled_mm", lambda x, w, *scales, **options: x.float() @ w.float())
+    rows = list(module.measure_bounds([(128, 1024)], [16, 2048], "cpu"))
+    assert rows == [
+        {"bound": "launches", "us": 1.0},
+        {"bound": "reading", "shape": "128x1024", "us": 1.0, "tb_s": 0.07},
+        {"bound": "FP8 product", "shape": "128x1024", "rows": 2048, "us": 1.0},
+    ]
+    # Codes and scales, 4.25 bits a weight, of two copies.
+    assert launched == [((3,), 17408, 3, 17408, 8192)] * 2
 
 
 def test_an_absent_peer_is_recorded(gpu_linear: ModuleType, load: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):

@@ -40,6 +40,9 @@ RECORD = {
         linear("bf16", 1024, **measured(3000, 1, 1.7e-3)),
         linear("W4A4", 1024, **measured(2000, 1.5, 1.8e-3)),
         {"quantize": "mxfp4", "rows": 1, "columns": 8192, "us": 2.5, "tb_s": 1, "of_copy": 0.9, "torchao_us": 4},
+        {"bound": "launches", "us": 2.5},
+        {"bound": "reading", "shape": "128x256", "us": 10, "tb_s": 4.1},
+        {"bound": "FP8 product", "shape": "128x256", "rows": 1024, "us": 1500},
     ],
 }
 
@@ -62,6 +65,8 @@ def test_page_tells_what_was_measured_and_what_not() -> None:
         "| W4A4 | 200 | 200 |",
         "| W4A4 | 1.6e-03 | 1.8e-03 |",
         "| `mxfp4` | 1 x 8,192 | 2.5 | 1.00 | 90% |  | 4.0 |",
+        "| 128x256 | 10.0 | 4.10 | 12.5 | 400.0 (2.50) |  | 1,000.0 |",
+        "| 128x256 | 1,024 | 1,500.0 | 2,000.0 (1.50) | 3,000.0 |",
         "Met: 1 of 2. The others:",
         "| W4A4 times bf16 | >= 3 | 2.50 |",
         "- gemlite W4A16: ModuleNotFoundError: No module named 'gemlite'.",
