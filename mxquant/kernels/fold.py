@@ -38,7 +38,7 @@ from mxquant.kernels.block_in_thread import (
 from mxquant.kernels.butterfly import rotate_block
 from mxquant.kernels.encode_pairs import encode_pairs, largest_of_pairs
 from mxquant.kernels.launch import cached_launch, cdiv, next_power_of_2
-from mxquant.kernels.overlap import let_next_start
+from mxquant.kernels.overlap import await_previous, let_next_start
 from mxquant.kernels.plan import Buffer, Step
 from mxquant.kernels.rotate import rotate
 from mxquant.kernels.triton_numerics import INTERPRETED, e8m0_from_amax, e8m0_reciprocal, fp32_bits, round_to_element
@@ -77,7 +77,7 @@ def folding(
     if scale_mode is None:
         block_k = min(next_power_of_2(width), _LONGEST_IN_REGISTERS)
         warps = max(1, min(16, block_k // 512))
-        constants: dict[str, Any] = {"BLOCK_K": block_k, "num_warps": warps}
+        constants: dict[str, Any] = {"BLOCK_K": block_k, "num_warps": warps, "launch_pdl": True}
         return buffers, Step(_fold_bfloat16_kernel, (m,), ("x", *buffers, k, width, x_stride), constants)
     if rotated:
         buffers["rotated"] = Buffer((m, k), torch.bfloat16)
@@ -86,7 +86,7 @@ def folding(
     constants = {
         "MODE": scale_mode, "PERMUTE": permute, "ROTATED": rotated, "UNFIT_ONLY": unfit_only, "ROWS": rows,
         "BLOCKS": blocks, "ONE_PART": width <= 32 * blocks, "TOP": TOP, "SPAN": SPAN,
-        "num_warps": max(1, rows * blocks // 32),
+        "num_warps": max(1, rows * blocks // 32), "launch_pdl": True,
     }  # fmt: skip
     arguments = "x", "values", "row_scale", "rotated" if rotated else "x", m, k, width, x_stride
     return buffers, Step(_fold_activation_kernel, (cdiv(m, rows),), arguments, constants)
@@ -309,6 +309,7 @@ def _fold_activation_kernel(
     SPAN: tl.constexpr,
 ) -> None:
     """Some rows. ONE_PART: they stay in registers. In place of rows and blocks that aren't there, the last are read."""
+    await_previous()
     let_next_start()
     DTYPE: tl.constexpr = x.dtype.element_ty
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -353,6 +354,7 @@ def _fold_bfloat16_kernel(
     x_stride: tl.tensor,
     BLOCK_K: tl.constexpr,
 ) -> None:
+    await_previous()
     let_next_start()
     row = tl.program_id(0).to(tl.int64)
     x += row * x_stride
