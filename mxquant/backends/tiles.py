@@ -121,17 +121,20 @@ def multiply_specialized(x: Tensor, weight: Operand, bias: Tensor | None, proble
 
 def multiply_groups(x: Tensor, weights: Operand, bias: Tensor | None, groups: Groups, problem: Problem) -> Tensor:
     """`Backend.grouped_matmul`, without a look at the offsets on the host."""
+    import mxquant.kernels.grouped_specialized as specialized
     import mxquant.kernels.tiled_grouped as tiled
 
     n, mode = problem.out_features, problem.activation_scale_mode
-    if groups.count(x) == 0:
+    places = groups.count(x)
+    if places == 0:
         return x.new_empty(0, n)
     weights = aligned(weights)
     x, bias = walkable(x, bias)
-    rotated = _rotated(problem)
-    return tiled.multiply_groups(
-        x, weights.qdata, weights.scale, bias, *groups, n, mode, problem.dtype, rotated=rotated
-    )
+    given = (x, weights.qdata, weights.scale, bias, *groups, n, mode, problem.dtype)
+    if specialized.takes(places, problem.experts, n, problem.in_features, x.device):
+        with torch.cuda.device_of(x):
+            return specialized.multiply_many_groups(*given, rotated=_rotated(problem))
+    return tiled.multiply_groups(*given, rotated=_rotated(problem))
 
 
 def _rotated(problem: Problem) -> bool:

@@ -69,9 +69,9 @@ def folding(
     """The step from "x" to "values" and "row_scale", and these: of `fold_activation`, or, where `scale_mode` is None,
     of `fold_bfloat16`. Where rows are `rotated`, "rotated" as well: what a matmul recomputes rows from, instead of "x",
     and its rows lie `k` apart; `unfit_only`: no other row is written to it. Where columns are to be permuted, there is
-    room behind the row scales up to a multiple of 128, so that kernels may load those of a whole tile.
+    room behind the row scales, so that kernels may load those of a tile of 128 rows from any row on.
     """
-    height, width = (_padded(m), _padded(k)) if permute else (m, k)
+    height, width = (m + 127, _padded(k)) if permute else (m, k)
     buffers = {"values": Buffer((m, width), torch.float16 if scale_mode is None else torch.float8_e5m2)}
     buffers["row_scale"] = Buffer((height, 1), torch.float32)
     if scale_mode is None:

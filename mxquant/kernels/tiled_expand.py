@@ -129,8 +129,31 @@ def _repair_kernel(
             factor = tl.load(x_scale + m, mask=m < M, other=0.0)
             inside = factor != factor  # the other rows are right, and may be in `x` no more
             if any_unfit(factor):
-                total = exact_tile(x, words, scale_bytes, n, m, inside, 0, K // 32, K, x_stride, MODE, 64, 32)
-                if HAS_BIAS:
-                    total += tl.load(bias + n).to(tl.float32)[:, None]
-                at = m[None, :].to(tl.int64) * N + n[:, None]
-                tl.store(y + at, total.to(y.dtype.element_ty), mask=inside[None, :])
+                store_exact(y, x, words, scale_bytes, bias, n, n, m, m, inside, N, K, x_stride, MODE, HAS_BIAS)
+
+
+@triton.jit
+def store_exact(
+    y: tl.tensor,
+    x: tl.tensor,
+    words: tl.tensor,
+    scale_bytes: tl.tensor,
+    bias: tl.tensor,
+    w_row: tl.tensor,
+    n: tl.tensor,
+    x_row: tl.tensor,
+    m: tl.tensor,
+    inside: tl.tensor,
+    N: tl.tensor,
+    K: tl.tensor,
+    x_stride: tl.tensor,
+    MODE: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+) -> None:
+    """Store columns `n` [64] of rows `m` [32] that are `inside`: the exact product of weight rows `w_row`, which also
+    have their bias there, with input rows `x_row`."""
+    total = exact_tile(x, words, scale_bytes, w_row, x_row, inside, 0, K // 32, K, x_stride, MODE, 64, 32)
+    if HAS_BIAS:
+        total += tl.load(bias + w_row).to(tl.float32)[:, None]
+    at = m[None, :].to(tl.int64) * N + n[:, None]
+    tl.store(y + at, total.to(y.dtype.element_ty), mask=inside[None, :])

@@ -5,18 +5,21 @@ others, in two groups of four or in four, each decode their tiles of 64 weight r
 are the A operand of wgmma, in registers, so that C^T = W X^T is what is computed, as in `tiled_decode`. A group decodes
 while the tensor cores have what another one decoded.
 
+Rows may be sorted into groups, each with its own matrix of a stack: then a table that was made on the device says where
+the groups' tiles of the result are (`grouped_specialized`).
+
 Triton's interpreter doesn't run Gluon. Without a GPU, tests see that this compiles.
 
 Shape suffixes: M input rows, N weight rows, K columns. A piece of work is a tile of the result, 64 * TILES weight rows
-by BM input rows, or a part of its columns; a step is BK columns of it; `sizes` are M, N, K, the number of pieces that
-are whole tiles, and the parts of each other tile; `tensors` are the bytes of the weight's scales, the activations'
-scales, the bias and what parts are stored in.
+by BM input rows, or a part of its columns; a step is BK columns of it, the last possibly fewer: REST blocks remain
+after K // 256 * 256 columns. `sizes` are M, N, K, the number of pieces that are whole tiles, the parts of each other
+tile, and the table of groups; `tensors` are the bytes of the weight's scales, the activations' scales, the bias, the
+result, which copies of whole tiles are described for or, of groups, a pointer, and what parts are stored in; `work` is
+what `gluon_work.work_of` says of a piece, `exponents` what `_first_exponents` does.
 """
 
 from __future__ import annotations
 
-import triton
-import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -27,49 +30,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from mxquant.kernels.fold import row_factor
+from mxquant.kernels.gluon_decode import bytes_of, halves_of, rest_exponents
+from mxquant.kernels.gluon_finish import finish
+from mxquant.kernels.gluon_work import TILES, count_of, work_of
 from mxquant.kernels.overlap import await_previous, let_next_start
-from mxquant.kernels.tiled_decode import TOP
-from mxquant.kernels.word_decode import BYTES_PTX, HALVES_PTX, tables
 
-TILES = tl.constexpr(4)
-"""Tiles of 64 weight rows a program."""
-# Row tiles that programs work through for one weight tile before the next: they stay in the L2 cache.
-_GROUP = tl.constexpr(16)
 # The name of later versions of Triton, and of 3.6.
 _copy = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
-_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
-
-
-@triton.jit
-def place_of(i: tl.tensor, M: tl.tensor, N: tl.tensor, BM: tl.constexpr) -> tuple[tl.tensor, ...]:
-    """Row tile and weight tile of the i-th tile of the result."""
-    n_tiles = (N + 64 * TILES - 1) // (64 * TILES)
-    first = i // (_GROUP * n_tiles) * _GROUP
-    size = tl.minimum((M + BM - 1) // BM - first, _GROUP)
-    within = i % (_GROUP * n_tiles)
-    return first + within % size, within // size
-
-
-@gluon.jit
-def _work_of(i: gl.tensor, sizes: gl.tuple, BM: gl.constexpr, BK: gl.constexpr) -> tuple[gl.tensor, ...]:
-    """Of the i-th piece of work: row tile, weight tile, first step and the one after its last."""
-    M, N, K, whole, parts = sizes
-    tile = gl.minimum(i, whole + (i - whole) // parts)
-    m, n = place_of(tile, M, N, BM)
-    steps = K // BK
-    part = gl.maximum(i - whole, 0) % parts
-    begin = gl.where(i < whole, 0, steps * part // parts)
-    end = gl.where(i < whole, steps, steps * (part + 1) // parts)
-    return m, n, begin, end
-
-
-@gluon.jit
-def _count(sizes: gl.tuple, BM: gl.constexpr) -> gl.tensor:
-    """Pieces of work."""
-    M, N, _, whole, parts = sizes
-    tiles = (M + BM - 1) // BM * ((N + 64 * TILES - 1) // (64 * TILES))
-    return whole + (tiles - whole) * parts
 
 
 @gluon.jit
@@ -78,126 +45,209 @@ def _copy_ahead(
     x_desc: tma.tensor_descriptor,
     buffers: gl.tuple,
     sizes: gl.tuple,
+    GROUPED: gl.constexpr,
     BM: gl.constexpr,
     BK: gl.constexpr,
     STAGES: gl.constexpr,
 ) -> None:
-    """The warp that has tiles copied: into a stage as soon as all groups have let go of it."""
+    """The warp that has tiles copied: into a stage as soon as all groups have let go of it.
+
+    What lies outside of a tensor is copied as zeros. Of a last step of fewer columns, some words are of other tiles.
+    """
     w_smem, x_smem, _, filled, emptied = buffers
     CHUNKS: gl.constexpr = BK // 128
     BYTES: gl.constexpr = TILES * BK * 32 + BM * BK * x_smem.dtype.primitive_bitwidth // 8
-    steps = sizes[2] // BK
+    N, K = sizes[1], sizes[2]
     let_next_start()
     await_previous()  # for the folded activations
     count = 0
-    for i in range(gl.program_id(0), _count(sizes, BM), gl.num_programs(0)):
-        m, n, begin, end = _work_of(i, sizes, BM, BK)
+    for i in range(gl.program_id(0), count_of(sizes, GROUPED, BM), gl.num_programs(0)):
+        matrix, first, _stop, n, begin, end = work_of(i, sizes, GROUPED, BM, BK)
         for step in range(begin, end):
             stage = count % STAGES
             mbarrier.wait(emptied.index(stage), count // STAGES % 2 ^ 1)
             bar = filled.index(stage)
             mbarrier.expect(bar, BYTES)
             for tile in gl.static_range(TILES):
-                row = ((n * TILES + tile) * steps + step) * (BK // 4)
+                row = (matrix * (N // 64) + n * TILES + tile) * (K // 4) + step * (BK // 4)
                 _copy(w_desc, [row, 0], bar, w_smem.index(stage * TILES + tile))
             for chunk in gl.static_range(CHUNKS):
                 column = step * BK + chunk * 128
-                _copy(x_desc, [m * BM, column], bar, x_smem.index(stage * CHUNKS + chunk))
+                _copy(x_desc, [first, column], bar, x_smem.index(stage * CHUNKS + chunk))
             count += 1
 
 
 @gluon.jit
 def _multiply(
-    y_desc: tma.tensor_descriptor,
     buffers: gl.tuple,
     tensors: gl.tuple,
     sizes: gl.tuple,
     GROUP: gl.constexpr,
     EACH: gl.constexpr,
+    GROUPED: gl.constexpr,
     BM: gl.constexpr,
     BK: gl.constexpr,
     STAGES: gl.constexpr,
+    REST: gl.constexpr,
     HAS_BIAS: gl.constexpr,
 ) -> None:
     """A group of warps, with one or two of a program's four tiles of weight rows."""
-    w_smem, x_smem, y_smem, filled, emptied = buffers
-    _M, N, K, _whole, _parts = sizes
-    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BM, 256 // x_smem.dtype.primitive_bitwidth])
-    pieces = _count(sizes, BM)
     await_previous()  # for the scales of the activations
-    count = 0
-    m, n, begin, end = _work_of(gl.program_id(0), sizes, BM, BK)
-    tile = n * TILES + GROUP * EACH
-    at0, at1, next0, next1 = _first_exponents(tensors[0], tile, begin * BK, N, K)
-    for i in range(gl.program_id(0), pieces, gl.num_programs(0)):
-        total0, total1 = gl.zeros((64, BM), gl.float32, layout=MMA), gl.zeros((64, BM), gl.float32, layout=MMA)
-        for step in range(begin, end):
-            stage = count % STAGES
-            four0, four1 = next0 >> (step * BK % 256 // 8), next1 >> (step * BK % 256 // 8)
-            ahead = gl.minimum(step + 1, end - 1) * BK // 256 * 128
-            next0, next1 = gl.load(at0 + ahead), gl.load(at1 + ahead)
-            mbarrier.wait(filled.index(stage), count // STAGES % 2)
-            w0 = w_smem.index(stage * TILES + GROUP * EACH)
-            w1 = w_smem.index(stage * TILES + GROUP * EACH + EACH - 1)
-            total0, total1 = _add_products(total0, total1, w0, w1, four0, four1, x_smem, stage, EACH, MMA, BM)
-            mbarrier.arrive(emptied.index(stage), count=1)
-            count += 1
-        highest0, highest1 = gl.load(at0), gl.load(at1)
-        m_tile, done, first = m, tile, begin
-        # Those of the next piece come in while this one is finished.
-        m, n, begin, end = _work_of(gl.minimum(i + gl.num_programs(0), pieces - 1), sizes, BM, BK)
-        tile = n * TILES + GROUP * EACH
-        at0, at1, next0, next1 = _first_exponents(tensors[0], tile, begin * BK, N, K)
-        y = y_smem.index(GROUP)
-        if done * 64 < N:
-            _finish(total0, highest0, done, i, m_tile, first, y_desc, y, tensors, sizes, MMA, BM, HAS_BIAS)
-        if EACH == 2 and done * 64 + 64 < N:
-            _finish(total1, highest1, done + 1, i, m_tile, first, y_desc, y, tensors, sizes, MMA, BM, HAS_BIAS)
-    tma.store_wait(0)
+    pieces = count_of(sizes, GROUPED, BM)
+    if gl.program_id(0) < pieces:
+        count = 0
+        work = work_of(gl.program_id(0), sizes, GROUPED, BM, BK)
+        exponents = _first_exponents(work, tensors[0], sizes, GROUP * EACH, BK)
+        for i in range(gl.program_id(0), pieces, gl.num_programs(0)):
+            done = count + work[5] - work[4]
+            # The last tile of a group is often less than half full, where tiles are large.
+            if GROUPED and BM == 128:
+                if work[2] - work[1] <= BM // 2:
+                    work, exponents = _multiply_tile(
+                        i, pieces, work, exponents, count, buffers, tensors, sizes, GROUP, EACH, GROUPED, BM, BM // 2,
+                        BK, STAGES, REST, HAS_BIAS,
+                    )  # fmt: skip
+                else:
+                    work, exponents = _multiply_tile(
+                        i, pieces, work, exponents, count, buffers, tensors, sizes, GROUP, EACH, GROUPED, BM, BM,
+                        BK, STAGES, REST, HAS_BIAS,
+                    )  # fmt: skip
+            else:
+                work, exponents = _multiply_tile(
+                    i, pieces, work, exponents, count, buffers, tensors, sizes, GROUP, EACH, GROUPED, BM, BM,
+                    BK, STAGES, REST, HAS_BIAS,
+                )  # fmt: skip
+            count = done
+        if not GROUPED:
+            tma.store_wait(0)
 
 
 @gluon.jit
 def _first_exponents(
-    bytes_: gl.tensor, tile: gl.tensor, column: gl.tensor, N: gl.tensor, K: gl.tensor
-) -> tuple[gl.tensor, ...]:
-    """Where the first four exponents of each thread lie, of two tiles of weight rows, and those four that `column` is
-    of: a thread has four of 256 columns. A program's last tiles may lie beyond the weight, and come to nothing.
+    work: gl.tuple, bytes_: gl.tensor, sizes: gl.tuple, tile: gl.constexpr, BK: gl.constexpr
+) -> gl.tuple:
+    """Of a group's two tiles of weight rows, from `tile` of a piece's on: where the first four exponents of each thread
+    lie, and those four that the piece begins with: a thread has four of 256 columns. The last tiles may lie beyond the
+    weight, and come to nothing.
     """
+    matrix, _first, _stop, n, begin, _end = work
+    N, K = sizes[1], sizes[2]
     words = bytes_.to(gl.pointer_type(gl.int32), bitcast=True)
-    thread = gl.arange(0, 128, layout=gl.BlockedLayout([1], [32], [4], [0]))
-    at0 = words + gl.minimum(tile, N // 64 - 1).to(gl.int64) * (K // 2) + thread
-    at1 = words + gl.minimum(tile + 1, N // 64 - 1).to(gl.int64) * (K // 2) + thread
-    return at0, at1, gl.load(at0 + column // 256 * 128), gl.load(at1 + column // 256 * 128)
+    words += gl.arange(0, 128, layout=gl.BlockedLayout([1], [32], [4], [0]))
+    at0 = words + (matrix.to(gl.int64) * (N // 64) + gl.minimum(n * TILES + tile, N // 64 - 1)) * (K // 2)
+    at1 = words + (matrix.to(gl.int64) * (N // 64) + gl.minimum(n * TILES + tile + 1, N // 64 - 1)) * (K // 2)
+    start = begin * BK // 256 * 128
+    return at0, at1, gl.load(at0 + start), gl.load(at1 + start)
 
 
 @gluon.jit
-def _add_products(
+def _multiply_tile(
+    i: gl.tensor,
+    pieces: gl.tensor,
+    work: gl.tuple,
+    exponents: gl.tuple,
+    count: gl.tensor,
+    buffers: gl.tuple,
+    tensors: gl.tuple,
+    sizes: gl.tuple,
+    GROUP: gl.constexpr,
+    EACH: gl.constexpr,
+    GROUPED: gl.constexpr,
+    BM: gl.constexpr,
+    ROWS: gl.constexpr,
+    BK: gl.constexpr,
+    STAGES: gl.constexpr,
+    REST: gl.constexpr,
+    HAS_BIAS: gl.constexpr,
+) -> tuple[gl.tuple, gl.tuple]:
+    """A group's share of a piece of work, of which the first ROWS rows are of interest; `count` steps were before.
+
+    Returns work and exponents of the next piece, which come in while this one is finished.
+    """
+    MMA: gl.constexpr = gl.NVMMADistributedLayout(
+        [3, 0], [4, 1], [16, ROWS, 256 // buffers[1].dtype.primitive_bitwidth]
+    )
+    N, K = sizes[1], sizes[2]
+    at0, at1, next0, next1 = exponents
+    matrix, _first, _stop, n, begin, end = work
+    total0, total1 = gl.zeros((64, ROWS), gl.float32, layout=MMA), gl.zeros((64, ROWS), gl.float32, layout=MMA)
+    # Every part has a step of whole columns, and the last of them the steps that remain.
+    last = gl.minimum(end, K // 256 * (256 // BK)) if REST > 0 else end
+    for step in range(begin, last):
+        four0, four1 = next0 >> (step * BK % 256 // 8), next1 >> (step * BK % 256 // 8)
+        ahead = gl.minimum(step + 1, last - 1) * BK // 256 * 128
+        next0, next1 = gl.load(at0 + ahead), gl.load(at1 + ahead)
+        total0, total1 = _add_step(total0, total1, four0, four1, count, buffers, GROUP, EACH, STAGES, BK // 32, MMA)
+        count += 1
+    tile = n * TILES + GROUP * EACH
+    if REST > 0 and last < end:
+        for rest in gl.static_range(0, REST, BK // 32):
+            four0 = _last_exponents(tensors[0], matrix, tile, K // 256 * 8 + rest, sizes, min(REST - rest, BK // 32))
+            four1 = _last_exponents(
+                tensors[0], matrix, tile + 1, K // 256 * 8 + rest, sizes, min(REST - rest, BK // 32)
+            )
+            total0, total1 = _add_step(
+                total0, total1, four0, four1, count, buffers, GROUP, EACH, STAGES, min(REST - rest, BK // 32), MMA
+            )
+            count += 1
+    first0, first1 = gl.load(at0), gl.load(at1)
+    following = work_of(gl.minimum(i + gl.num_programs(0), pieces - 1), sizes, GROUPED, BM, BK)
+    exponents = _first_exponents(following, tensors[0], sizes, GROUP * EACH, BK)
+    y_smem = buffers[2].index(GROUP).slice(0, ROWS)
+    if tile * 64 < N:
+        finish(total0, first0, tile, i, work, y_smem, tensors, sizes, MMA, GROUPED, HAS_BIAS)
+    if EACH == 2 and tile * 64 + 64 < N:
+        finish(total1, first1, tile + 1, i, work, y_smem, tensors, sizes, MMA, GROUPED, HAS_BIAS)
+    return following, exponents
+
+
+@gluon.jit
+def _last_exponents(
+    bytes_: gl.tensor, matrix: gl.tensor, tile: gl.tensor, block: gl.tensor, sizes: gl.tuple, BLOCKS: gl.constexpr
+) -> gl.tensor:
+    """As the four exponents of a thread, of the BLOCKS from `block` on that remain of a tile of weight rows."""
+    N, K = sizes[1], sizes[2]
+    thread = gl.arange(0, 128, layout=gl.BlockedLayout([1], [32], [4], [0]))
+    row = (matrix.to(gl.int64) * (N // 64) + gl.minimum(tile, N // 64 - 1)) * 64
+    return rest_exponents(bytes_, row, thread, block, K, BLOCKS)
+
+
+@gluon.jit
+def _add_step(
     total0: gl.tensor,
     total1: gl.tensor,
-    w0: gl.shared_memory_descriptor,
-    w1: gl.shared_memory_descriptor,
     four0: gl.tensor,
     four1: gl.tensor,
-    x_smem: gl.shared_memory_descriptor,
-    stage: gl.tensor,
+    count: gl.tensor,
+    buffers: gl.tuple,
+    GROUP: gl.constexpr,
     EACH: gl.constexpr,
+    STAGES: gl.constexpr,
+    BLOCKS: gl.constexpr,
     MMA: gl.constexpr,
-    BM: gl.constexpr,
-) -> tuple[gl.tensor, ...]:
-    """The totals of one or two tiles of weight rows, and the products of a step."""
+) -> tuple[gl.tensor, gl.tensor]:
+    """The sums of a group's tiles and of a step of so many BLOCKS of columns, with their exponents."""
+    w_smem, x_smem, _, filled, emptied = buffers
+    ROWS: gl.constexpr = total0.shape[1]
+    stage = count % STAGES
+    mbarrier.wait(filled.index(stage), count // STAGES % 2)
+    w0 = w_smem.index(stage * TILES + GROUP * EACH)
+    w1 = w_smem.index(stage * TILES + GROUP * EACH + EACH - 1)
     if x_smem.dtype == gl.float16:
-        x = x_smem.index(stage).permute((1, 0))
-        total0 = warpgroup_mma(_halves(w0, four0, MMA), x, total0, is_async=True)
+        x = x_smem.index(stage).slice(0, ROWS).permute((1, 0))
+        total0 = warpgroup_mma(halves_of(w0, four0, MMA, BLOCKS), x, total0, is_async=True)
         if EACH == 2:
-            total1 = warpgroup_mma(_halves(w1, four1, MMA), x, total1, is_async=True)
+            total1 = warpgroup_mma(halves_of(w1, four1, MMA, BLOCKS), x, total1, is_async=True)
             total0, total1 = warpgroup_mma_wait(0, deps=[total0, total1])
         else:
             total0 = warpgroup_mma_wait(0, deps=[total0])
     else:
-        x0, x1 = x_smem.index(stage * 2).permute((1, 0)), x_smem.index(stage * 2 + 1).permute((1, 0))
-        total0 += _sum_of_256(w0, four0, x0, x1, MMA, BM)
+        x0 = x_smem.index(stage * 2).slice(0, ROWS).permute((1, 0))
+        x1 = x_smem.index(stage * 2 + 1).slice(0, ROWS).permute((1, 0))
+        total0 += _sum_of_256(w0, four0, x0, x1, MMA, BLOCKS)
         if EACH == 2:
-            total1 += _sum_of_256(w1, four1, x0, x1, MMA, BM)
+            total1 += _sum_of_256(w1, four1, x0, x1, MMA, BLOCKS)
+    mbarrier.arrive(emptied.index(stage), count=1)
     return total0, total1
 
 
@@ -208,103 +258,20 @@ def _sum_of_256(
     x0: gl.shared_memory_descriptor,
     x1: gl.shared_memory_descriptor,
     MMA: gl.constexpr,
-    BM: gl.constexpr,
+    BLOCKS: gl.constexpr,
 ) -> gl.tensor:
-    """FP8 products over 256 columns, as many as FP8 tensor cores may add up. All are decoded first: meanwhile the
-    tensor cores have what the other groups decoded.
+    """FP8 products over 256 columns, as many as FP8 tensor cores may add up, or of fewer BLOCKS. All are decoded first:
+    meanwhile the tensor cores have what the other groups decoded.
     """
-    zero = gl.zeros((64, BM), gl.float32, layout=MMA)
-    w0, w1 = _bytes(words.slice(0, 32), four, MMA), _bytes(words.slice(32, 32), four >> 16, MMA)
+    ROWS: gl.constexpr = x0.shape[1]
+    zero = gl.zeros((64, ROWS), gl.float32, layout=MMA)
+    w0 = bytes_of(words.slice(0, 32), four, MMA, BLOCKS if BLOCKS < 4 else 4)
+    if BLOCKS > 4:
+        w1 = bytes_of(words.slice(32, 32), four >> 16, MMA, BLOCKS - 4)
     total = warpgroup_mma(w0, x0, zero, use_acc=False, is_async=True)
-    total = warpgroup_mma(w1, x1, total, is_async=True)
+    if BLOCKS > 4:
+        total = warpgroup_mma(w1, x1, total, is_async=True)
     return warpgroup_mma_wait(0, deps=[total])
-
-
-@gluon.jit
-def _tables_of(pieces: gl.tensor, four: gl.tensor) -> tuple[gl.tensor, ...]:
-    """The pieces [2 (half), 128 (thread), units] of a chunk of 128 columns, and for each unit the tables of its block
-    (`word_decode`), of exponents in the lower half of `four`."""
-    LAYOUT: gl.constexpr = pieces.type.layout
-    half = gl.arange(0, 2, layout=gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)))
-    four = gl.convert_layout(four, gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT)), assert_trivial=True)
-    exponent = (four[None, :] >> (half * 8)[:, None]) & 0x1F
-    low, high = tables(exponent)
-    return gl.broadcast(low[:, :, None], pieces)[0], gl.broadcast(high[:, :, None], pieces)[0]
-
-
-@gluon.jit
-def _bytes(words: gl.shared_memory_descriptor, four: gl.tensor, MMA: gl.constexpr) -> gl.tensor:
-    """E5M2 values [64, 128], as wgmma takes them from registers, of a chunk in shared memory, uint8 [32, 128]."""
-    LOAD: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [4, 1], [1, 0])
-    pieces = gl.reshape(words.load(LOAD), (2, 128, 16))
-    low, high = _tables_of(pieces, four)
-    half0, half1 = gl.inline_asm_elementwise(
-        BYTES_PTX, "=&r,=&r,r,r,r,r,r,r,r,r,r", [pieces, low, high], dtype=(gl.uint8, gl.uint8), is_pure=True, pack=4
-    )
-    w = gl.join(half0, half1).to(gl.float8e5, bitcast=True)
-    w = gl.permute(gl.reshape(w, (2, 4, 8, 4, 4, 4, 2)), (1, 0, 2, 4, 6, 3, 5))  # half warp g t j b h
-    return gl.convert_layout(gl.reshape(w, (64, 128)), gl.DotOperandLayout(0, MMA, 4), assert_trivial=True)
-
-
-@gluon.jit
-def _halves(words: gl.shared_memory_descriptor, four: gl.tensor, MMA: gl.constexpr) -> gl.tensor:
-    """The same in FP16, of uint16 [32, 64]."""
-    LOAD: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    pieces = gl.reshape(words.load(LOAD), (2, 128, 8))
-    low, high = _tables_of(pieces, four)
-    even0, odd0, even1, odd1 = gl.inline_asm_elementwise(
-        HALVES_PTX, "=&r,=&r,=&r,=&r,r,r,r,r,r", [pieces, low, high],
-        dtype=(gl.float16, gl.float16, gl.float16, gl.float16), is_pure=True, pack=2,
-    )  # fmt: skip
-    w = gl.join(gl.join(even0, odd0), gl.join(even1, odd1))
-    w = gl.permute(gl.reshape(w, (2, 4, 8, 4, 4, 2, 2, 2)), (1, 0, 2, 4, 7, 6, 3, 5))  # half warp g t q e h o
-    return gl.convert_layout(gl.reshape(w, (64, 128)), gl.DotOperandLayout(0, MMA, 2), assert_trivial=True)
-
-
-@gluon.jit
-def _highest_of(four: gl.tensor, MMA: gl.constexpr) -> gl.tensor:
-    """The largest exponent of each of 64 weight rows, from the upper bits of their first three blocks, which are those
-    of the first 3 of 4 neighbouring threads: `tiled.highest_exponent`, of each thread's first four bytes.
-    """
-    t = gl.arange(0, 128, layout=four.type.layout) % 4
-    four = gl.where(t < 3, four, 0)
-    parts = gl.join(((four >> 5) & 7) << (3 * t), ((four >> 13) & 7) << (3 * t))
-    highest = gl.permute(gl.sum(gl.reshape(parts, (4, 8, 4, 2)), 2), (0, 2, 1))  # warp half g
-    return gl.convert_layout(gl.reshape(highest, (64,)), gl.SliceLayout(1, MMA))
-
-
-@gluon.jit
-def _finish(
-    total: gl.tensor,
-    four: gl.tensor,
-    tile: gl.tensor,
-    i: gl.tensor,
-    m_tile: gl.tensor,
-    begin: gl.tensor,
-    y_desc: tma.tensor_descriptor,
-    y_smem: gl.shared_memory_descriptor,
-    tensors: gl.tuple,
-    sizes: gl.tuple,
-    MMA: gl.constexpr,
-    BM: gl.constexpr,
-    HAS_BIAS: gl.constexpr,
-) -> None:
-    """Store the sums of a tile of weight rows, or of a part of its columns."""
-    _, x_scale, bias, partial = tensors
-    whole = sizes[3]
-    n = gl.arange(0, 64, layout=gl.SliceLayout(1, MMA))
-    m = gl.arange(0, BM, layout=gl.SliceLayout(0, MMA))
-    total *= row_factor(_highest_of(four, MMA), TOP)[:, None] * gl.load(x_scale + m_tile * BM + m)[None, :]
-    if HAS_BIAS:
-        total += gl.where(begin == 0, gl.load(bias + tile * 64 + n).to(gl.float32), 0.0)[:, None]
-    if i < whole:
-        tma.store_wait(0)  # until what was stored from here before is read
-        y_smem.permute((1, 0)).store(total.to(y_smem.dtype))
-        fence_async_shared()
-        _store(y_desc, [m_tile * BM, tile * 64], y_smem)
-    else:
-        partial += ((i - whole) * TILES + tile % TILES).to(gl.int64) * (BM * 64)
-        gl.store(partial + (n[:, None] * BM + m[None, :]), total)
 
 
 # Compiled once for every number of rows: the numbers below are divided by, not multiplied to addresses.
@@ -312,20 +279,23 @@ def _finish(
 def product_kernel(
     w_desc: tma.tensor_descriptor,
     x_desc: tma.tensor_descriptor,
-    y_desc: tma.tensor_descriptor,
     bytes_: gl.tensor,
     x_scale: gl.tensor,
     bias: gl.tensor,
+    y: tma.tensor_descriptor | gl.tensor,
     partial: gl.tensor,
+    table: gl.tensor,
     M: gl.tensor,
     N: gl.tensor,
     K: gl.tensor,
     whole: gl.tensor,
     parts: gl.tensor,
+    GROUPED: gl.constexpr,
     EACH: gl.constexpr,
     BM: gl.constexpr,
     BK: gl.constexpr,
     STAGES: gl.constexpr,
+    REST: gl.constexpr,
     HAS_BIAS: gl.constexpr,
 ) -> None:
     CHUNKS: gl.constexpr = BK // 128
@@ -336,18 +306,19 @@ def product_kernel(
     for stage in gl.static_range(STAGES):
         mbarrier.init(filled.index(stage), count=1)
         mbarrier.init(emptied.index(stage), count=TILES // EACH)
-    y_smem = gl.allocate_shared_memory(y_desc.dtype, [TILES // EACH, BM, 64], y_desc.layout)
+    Y_TYPE: gl.constexpr = y.dtype.element_ty if GROUPED else y.dtype
+    y_smem = gl.allocate_shared_memory(Y_TYPE, [TILES // EACH, BM, 64], gl.NVMMASharedLayout(128, 16, 2))
     fence_async_shared()
     buffers = (w_smem, x_smem, y_smem, filled, emptied)
-    tensors = (bytes_, x_scale, bias, partial)
-    sizes = (M, N, K, whole, parts)
+    tensors = (bytes_, x_scale, bias, y, partial)
+    sizes = (M, N, K, whole, parts, table)
     # Registers: the first group has what is left over, no fewer than the others.
     if EACH == 2:
         gl.warp_specialize(
             [
-                (_multiply, (y_desc, buffers, tensors, sizes, 0, 2, BM, BK, STAGES, HAS_BIAS)),
-                (_multiply, (y_desc, buffers, tensors, sizes, 1, 2, BM, BK, STAGES, HAS_BIAS)),
-                (_copy_ahead, (w_desc, x_desc, buffers, sizes, BM, BK, STAGES)),
+                (_multiply, (buffers, tensors, sizes, 0, 2, GROUPED, BM, BK, STAGES, REST, HAS_BIAS)),
+                (_multiply, (buffers, tensors, sizes, 1, 2, GROUPED, BM, BK, STAGES, REST, HAS_BIAS)),
+                (_copy_ahead, (w_desc, x_desc, buffers, sizes, GROUPED, BM, BK, STAGES)),
             ],
             [4, 1],
             [240, 24],
@@ -355,11 +326,11 @@ def product_kernel(
     else:
         gl.warp_specialize(
             [
-                (_multiply, (y_desc, buffers, tensors, sizes, 0, 1, BM, BK, STAGES, HAS_BIAS)),
-                (_multiply, (y_desc, buffers, tensors, sizes, 1, 1, BM, BK, STAGES, HAS_BIAS)),
-                (_multiply, (y_desc, buffers, tensors, sizes, 2, 1, BM, BK, STAGES, HAS_BIAS)),
-                (_multiply, (y_desc, buffers, tensors, sizes, 3, 1, BM, BK, STAGES, HAS_BIAS)),
-                (_copy_ahead, (w_desc, x_desc, buffers, sizes, BM, BK, STAGES)),
+                (_multiply, (buffers, tensors, sizes, 0, 1, GROUPED, BM, BK, STAGES, REST, HAS_BIAS)),
+                (_multiply, (buffers, tensors, sizes, 1, 1, GROUPED, BM, BK, STAGES, REST, HAS_BIAS)),
+                (_multiply, (buffers, tensors, sizes, 2, 1, GROUPED, BM, BK, STAGES, REST, HAS_BIAS)),
+                (_multiply, (buffers, tensors, sizes, 3, 1, GROUPED, BM, BK, STAGES, REST, HAS_BIAS)),
+                (_copy_ahead, (w_desc, x_desc, buffers, sizes, GROUPED, BM, BK, STAGES)),
             ],
             [4, 4, 4, 1],
             [112, 112, 112, 24],

@@ -99,10 +99,11 @@ def _plan(
 
 
 @triton.jit
-def _find_group(
+def find_group(
     offsets: tl.tensor, slot: tl.tensor, S: tl.tensor, E: tl.tensor, GROUPS: tl.constexpr, BM: tl.constexpr
 ) -> tuple[tl.tensor, ...]:
-    """The group of a slot, E for the rows beyond the last, and its first and end place; all past the end: group > E."""
+    """The group of a slot, E for the rows beyond the last; where its rows of the slot, its own, and the next one's
+    begin; and how many slots the groups have. All past the end: group > E."""
     group = tl.arange(0, GROUPS)
     end = tl.minimum(tl.load(offsets + group, mask=group < E, other=S), S)
     start = tl.where(group == 0, 0, tl.load(offsets + group - 1, mask=(group > 0) & (group <= E), other=S))
@@ -110,8 +111,10 @@ def _find_group(
     ends = tl.cumsum(slots, 0)
     found = tl.sum((ends <= slot).to(tl.int32), 0)
     is_it = group == found
-    first = tl.sum(tl.where(is_it, start + (slot - ends + slots) * BM, 0), 0)
-    return found, first, tl.sum(tl.where(is_it, end, 0), 0)
+    start_of = tl.sum(tl.where(is_it, start, 0), 0)
+    first = start_of + tl.sum(tl.where(is_it, slot - ends + slots, 0), 0) * BM
+    used = tl.sum(tl.where(group < E, slots, 0), 0)
+    return found, first, start_of, tl.sum(tl.where(is_it, end, 0), 0), used
 
 
 @cached_launch
@@ -142,7 +145,7 @@ def _multiply_groups_kernel(
     MODE: tl.constexpr,
 ) -> None:
     part, parts = tl.program_id(1), tl.num_programs(1)
-    expert, first, end = _find_group(offsets, tl.program_id(2), S, E, GROUPS, BM)
+    expert, first, _start, end, _used = find_group(offsets, tl.program_id(2), S, E, GROUPS, BM)
     place = first + tl.arange(0, BM)
     inside = place < end
     let_next_start()

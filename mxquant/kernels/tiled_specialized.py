@@ -10,6 +10,7 @@ Shape suffixes: M input rows, N weight rows, K columns.
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 import triton
@@ -19,13 +20,14 @@ from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from mxquant.kernels.fold import fold_input
+from mxquant.kernels.gluon_work import TILES, place_of
 from mxquant.kernels.launch import cached_launch, cdiv
 from mxquant.kernels.overlap import await_previous
 from mxquant.kernels.tiled_expand import repair
-from mxquant.kernels.tiled_gluon import TILES, place_of, product_kernel
+from mxquant.kernels.tiled_gluon import product_kernel
 
-# Columns of a step in FP8, and of the exponents that a thread loads at a time.
-_COLUMNS = 256
+# Columns that the kernel takes multiples of: of what remains after 256, whole pairs of blocks.
+COLUMNS = 64
 
 
 def keeps_busy(m: int, n: int, k: int, device: torch.device) -> bool:
@@ -33,7 +35,7 @@ def keeps_busy(m: int, n: int, k: int, device: torch.device) -> bool:
 
     With fewer, it's slower on an H200 than what splits K among more programs.
     """
-    return k % _COLUMNS == 0 and 4 * cdiv(m, _rows_of(m)) * cdiv(n, 64 * TILES.value) >= 3 * _multiprocessors(device)
+    return k % COLUMNS == 0 and 4 * cdiv(m, _rows_of(m)) * cdiv(n, 64 * TILES.value) >= 3 * multiprocessors(device)
 
 
 def multiply_many(
@@ -47,25 +49,20 @@ def multiply_many(
     *,
     rotated: bool = False,
 ) -> Tensor:
-    """As `tiled_matmul.multiply_few`, for K a multiple of 256."""
+    """As `tiled_matmul.multiply_few`, for K a multiple of 64."""
     (m, k), device = x_MK.shape, x_MK.device
     values, x_scale, x_MK = fold_input(x_MK, scale_mode, permute=True, rotated=rotated)
     fp16 = scale_mode is None
     rows = _rows_of(m)
-    step = 128 if fp16 else 256
     tiles = cdiv(m, rows) * cdiv(n, 64 * TILES.value)
-    programs = _multiprocessors(device)
+    programs = multiprocessors(device)
     whole, parts = schedule(tiles, programs, k, fp16)
     split = tiles - whole
     y = torch.empty(m, n, dtype=dtype, device=device)
     partial = torch.empty(split * parts, TILES.value, rows, 64, device=device) if split else x_scale
-    # A word of four or two units, as the decoder takes them.
-    units = words.view(torch.uint16 if fp16 else torch.uint8).view(-1, 64 if fp16 else 128)
     product_kernel[(min(programs, whole + split * parts),)](
-        _descriptor(units, step // 4, units.shape[1]), _descriptor(values, rows, 128), _descriptor(y, rows, 64),
-        bytes_, x_scale, y if bias_N is None else bias_N, partial, m, n, k, whole, parts,
-        EACH=2 if rows == 128 else 1, BM=rows, BK=step, STAGES=4 if fp16 else 3, HAS_BIAS=bias_N is not None,
-        num_warps=4, launch_pdl=True,
+        *descriptors(words, values, rows), bytes_, x_scale, y if bias_N is None else bias_N, _descriptor(y, rows, 64),
+        partial, bytes_, m, n, k, whole, parts, **constants(values, k, rows, bias_N, grouped=False),
     )  # fmt: skip
     if split:
         _add_parts_kernel[(split, TILES.value)](partial, y, m, n, whole, PARTS=parts, BM=rows, launch_pdl=True)
@@ -91,13 +88,35 @@ def schedule(tiles: int, programs: int, k: int, fp16: bool) -> tuple[int, int]:
     return (whole, parts) if parts > 1 else (tiles, 1)
 
 
+def descriptors(words: Tensor, values: Tensor, rows: int) -> tuple[TensorDescriptor, TensorDescriptor]:
+    """Of the tiles of a weight or of a stack of them, and of folded rows, of which so many are copied at a time."""
+    fp16 = values.dtype == torch.float16
+    # A word of four or two units, as the decoder takes them.
+    units = words.view(torch.uint16 if fp16 else torch.uint8).view(-1, 64 if fp16 else 128)
+    return _descriptor(units, _columns_of(values) // 4, units.shape[1]), _descriptor(values, rows, 128)
+
+
+def constants(values: Tensor, k: int, rows: int, bias: Tensor | None, *, grouped: bool) -> dict[str, Any]:
+    """What `product_kernel` is compiled for, and how it is launched."""
+    return {
+        "GROUPED": grouped, "EACH": 2 if rows == 128 else 1, "BM": rows, "BK": _columns_of(values),
+        "STAGES": 4 if values.dtype == torch.float16 else 3, "REST": k // 32 % 8, "HAS_BIAS": bias is not None,
+        "num_warps": 4, "launch_pdl": True,
+    }  # fmt: skip
+
+
+def _columns_of(values: Tensor) -> int:
+    """Columns of a step."""
+    return 128 if values.dtype == torch.float16 else 256
+
+
 def _rows_of(m: int) -> int:
     """Rows of a tile of the result."""
     return 32 if m <= 32 else 64 if m <= 64 else 128
 
 
 @functools.lru_cache(maxsize=64)
-def _multiprocessors(device: torch.device) -> int:
+def multiprocessors(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 

@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from mxquant.kernels.tiled_gluon import TILES
+from mxquant.kernels.gluon_work import TILES
 from mxquant.kernels.tiled_specialized import _add_parts_kernel, schedule
 
 # Apart, as Triton is set to interpret here. A multiprocessor of Hopper has 227 KiB of shared memory for a program.
@@ -18,7 +18,10 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from triton.experimental.gluon.language import NVMMASharedLayout
 from mxquant.kernels.tiled_gluon import product_kernel
 
-for bits, rows, each, stages in ((8, 128, 2, 3), (8, 64, 1, 3), (16, 128, 2, 4), (16, 32, 1, 4)):
+for bits, rows, each, stages, grouped, rest in (
+    (8, 128, 2, 3, False, 0), (8, 64, 1, 3, False, 6), (16, 128, 2, 4, False, 6), (16, 32, 1, 4, False, 0),
+    (8, 128, 2, 3, True, 2), (16, 64, 1, 4, True, 4),
+):
     layout = NVMMASharedLayout(128, bits, 2)
     columns = 256 if bits == 8 else 128
     word = f"u{bits}[{columns // 4}, {1024 // bits}]"
@@ -26,10 +29,10 @@ for bits, rows, each, stages in ((8, 128, 2, 3), (8, 64, 1, 3), (16, 128, 2, 4),
     result = f"bf16[{rows}, 64],{NVMMASharedLayout(128, 16, 2)!r}"
     types = dict(
         w_desc=f"tensordesc<{word},{layout!r}>", x_desc=f"tensordesc<{value},{layout!r}>",
-        y_desc=f"tensordesc<{result}>", bytes_="*u8", x_scale="*fp32", bias="*bf16", partial="*fp32",
-        M="i32", N="i32", K="i32", whole="i32", parts="i32",
+        y="*bf16" if grouped else f"tensordesc<{result}>", bytes_="*u8", x_scale="*fp32", bias="*bf16", partial="*fp32",
+        table="*i32", M="i32", N="i32", K="i32", whole="i32", parts="i32",
     )
-    constants = dict(EACH=each, BM=rows, BK=columns, STAGES=stages, HAS_BIAS=True)
+    constants = dict(GROUPED=grouped, EACH=each, BM=rows, BK=columns, STAGES=stages, REST=rest, HAS_BIAS=True)
     names = product_kernel.arg_names
     source = GluonASTSource(
         product_kernel,
@@ -39,7 +42,8 @@ for bits, rows, each, stages in ((8, 128, 2, 3), (8, 64, 1, 3), (16, 128, 2, 4),
     )
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4, "launch_pdl": True})
     kind = "f32.e5m2.e5m2" if bits == 8 else "f32.f16.f16"
-    assert f"wgmma.mma_async.sync.aligned.m64n{rows}k{256 // bits}.{kind}" in compiled.asm["ptx"]
+    for n in (rows, 64) if grouped else (rows,):
+        assert f"wgmma.mma_async.sync.aligned.m64n{n}k{256 // bits}.{kind}" in compiled.asm["ptx"]
     assert compiled.metadata.shared <= 227 * 1024, compiled.metadata.shared
 """
 
