@@ -168,7 +168,9 @@ def main(argv: Sequence[str] | None = None) -> None:
             outcome = row.get("failed") or f"{row['us']:9.1f} us  {row['times_bf16']:5.2f}x  error {row['error']:.1e}"
             print(f"{shape:>11} M={row['rows']:<5} {row['version']:22} {outcome}", flush=True)
         record.write()
-    print("seconds of building, compiling and tuning:", {name: round(s) for name, s in preparing.items()})
+    for name, seconds in preparing.items():
+        record.results.append({"prepared": name, "seconds": round(seconds, 1)})
+        print(f"{name}: {seconds:.1f} s of building, compiling and tuning", flush=True)
     check_goals(record)
     record.save()
 

@@ -118,6 +118,16 @@ def host(rows: list[dict[str, Any]]) -> Iterator[str]:
     yield from table(["version", "least", "most"], spreads(rows, "host_us", "{:,.0f}"))
 
 
+def first_calls(results: list[dict[str, Any]]) -> Iterator[str]:
+    body = [[row["prepared"], f"{row['seconds']:,.1f}"] for row in results if "prepared" in row]
+    if body:
+        yield from ("", "## First calls", "")
+        yield "Seconds of all first calls for a shape and a number of rows, with the building of weights: of compiling, and"
+        yield "of tuning where a version does so. Triton's cache was empty; the first run on a machine fills it."
+        yield ""
+        yield from table(["version", "seconds"], body)
+
+
 def errors(rows: list[dict[str, Any]]) -> Iterator[str]:
     body = list(spreads(rows, "error", "{:.1e}"))
     if body:
@@ -210,7 +220,7 @@ def page(record: dict[str, Any]) -> str:
         cpus=record["machine"]["logical_cpus"],
         versions=", ".join(f"{name} {version}" for name, version in installed.items()),
     )
-    parts = (times(rows), host(rows), errors(rows), quantizer(record["results"]))
+    parts = (times(rows), host(rows), first_calls(record["results"]), errors(rows), quantizer(record["results"]))
     parts += (bounds(record["results"]), goals(record["goals"]))
     lines = [header.rstrip(), *(line for part in parts for line in part)]
     lines += [*BOUNDS.rstrip().splitlines(), *unmeasured(record["results"])]
