@@ -28,11 +28,12 @@ ALLOWED = {
     "validate": BELOW_ALGORITHMS,
     "algorithms": BELOW_ALGORITHMS,
     "report": {"formats", "tensor"},
+    "explanation": BELOW_MODULES | {"report"},
     "checkpoints": {"formats", "backends", "tensor"},
     "api": BELOW_API,
     "integrations": BELOW_API | {"api", "checkpoints"},
-    "__init__": BELOW_API | {"api", "checkpoints", "integrations"},
-    "cli": BELOW_API | {"api", "checkpoints", "integrations"},
+    "__init__": BELOW_API | {"api", "explanation", "checkpoints", "integrations"},
+    "cli": BELOW_API | {"explanation", "checkpoints", "integrations"},
     "__main__": {"cli"},
 }
 
