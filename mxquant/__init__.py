@@ -18,6 +18,7 @@ from mxquant.integrations.saving import save_pretrained
 from mxquant.modules.moe import experts_forward
 from mxquant.modules.registry import register_experts_layout
 from mxquant.tensor import EmulatedMXTensor, MXTensor, flatten_state_dict, quantize, unflatten_state_dict
+from mxquant.tuning import tune
 
 __all__ = [
     # Models
@@ -48,6 +49,7 @@ __all__ = [
     # Backends
     "register_backend",
     "list_backends",
+    "tune",
     # Mixture-of-experts blocks
     "register_experts_layout",
     "experts_forward",

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
-from mxquant.backends import candidates
+from mxquant.backends import Problem, RoutedBackend, candidates, get_backend
+from mxquant.backends.routes import choose_route
 from mxquant.report import Explanation
 from mxquant.tensor import MXTensor, describe, precision, requested_backend
 
@@ -22,7 +24,8 @@ def explain(
 
     Args:
         module_or_tensor: a layer with a quantized weight, a block with quantized experts, or such a weight.
-        input_shape: [..., in_features] of an input, to be checked against the (first) weight's shape.
+        input_shape: [..., in_features] of an input, to be checked against the (first) weight's shape. Of a backend with
+            several routes, the one that serves so many rows is told too, and whether it was tuned (`mxquant.tune`).
         device: answer for the layer moved to this device; None: where it is.
 
     Returns:
@@ -52,7 +55,8 @@ def _explain(weight: MXTensor, input_shape: Sequence[int] | None, device: torch.
     serving = requested_backend(weight) if problem.device == weight.device else weight.backend
     answers = candidates(problem)
     chosen = next((name for name, reason in answers if reason is None and serving in ("auto", name)), None)
-    verdicts = [(name, "chosen" if name == chosen else reason or "could compute it too") for name, reason in answers]
+    taken = "chosen" + _route(chosen, problem, input_shape)
+    verdicts = [(name, taken if name == chosen else reason or "could compute it too") for name, reason in answers]
     rows = "M" if input_shape is None else " x ".join(map(str, input_shape[:-1])) or "1"
     activation = problem.activation or str(problem.dtype).removeprefix("torch.")
     times = f", each row times one of {problem.experts}" if problem.experts else " times"
@@ -64,6 +68,17 @@ def _explain(weight: MXTensor, input_shape: Sequence[int] | None, device: torch.
         f"{problem.weight} weight{'s' * (problem.experts > 0)} {sizes} on {problem.device}{absent}"
     )
     return Explanation(matmul, weight.backend, chosen, verdicts)
+
+
+def _route(backend: str | None, problem: Problem, input_shape: Sequence[int] | None) -> str:
+    """The route that a backend takes for the rows of an input, where it has several."""
+    if backend is None or input_shape is None or problem.experts:
+        return ""
+    chosen, rows = get_backend(backend), math.prod(input_shape[:-1])
+    if not isinstance(chosen, RoutedBackend) or rows == 0:
+        return ""
+    route, is_tuned = choose_route(chosen, problem, rows)
+    return f"; {rows} rows take route {route.name}, {'tuned' if is_tuned else 'by default'}"
 
 
 def _weights_of(module_or_tensor: nn.Module | Tensor) -> list[MXTensor]:

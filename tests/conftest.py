@@ -1,5 +1,6 @@
 """What every test shares: a fixed seed and one thread; `matmul_reference` beside this file asserts as the tests do."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,25 @@ torch.set_num_threads(1)
 @pytest.fixture(autouse=True)
 def fixed_seed() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def no_tuned_routes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What somebody tuned on this machine has no say here."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MXQUANT_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture
+def routes_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A cache for tuned routes that is the test's own, empty."""
+    from mxquant.backends.routes import forget_choices
+
+    monkeypatch.setenv("MXQUANT_CACHE", str(tmp_path / "cache"))
+    forget_choices()
+    yield
+    forget_choices()
 
 
 @pytest.fixture

@@ -29,10 +29,11 @@ ALLOWED = {
     "algorithms": BELOW_ALGORITHMS,
     "report": {"formats", "tensor"},
     "explanation": BELOW_MODULES | {"report"},
+    "tuning": BELOW_MODULES | {"report"},
     "checkpoints": {"formats", "backends", "tensor"},
     "api": BELOW_API,
     "integrations": BELOW_API | {"api", "checkpoints"},
-    "__init__": BELOW_API | {"api", "explanation", "checkpoints", "integrations"},
+    "__init__": BELOW_API | {"api", "explanation", "tuning", "checkpoints", "integrations"},
     "cli": BELOW_API | {"explanation", "checkpoints", "integrations"},
     "__main__": {"cli"},
 }
