@@ -184,5 +184,5 @@ def test_what_could_not_be_kept_is_not_timed(
     def never(*_: object) -> float:
         raise AssertionError("timed")
 
-    with pytest.raises(OSError, match="set MXQUANT_CACHE to a folder that can be written to"):
+    with pytest.raises(OSError, match="set MXQUANT_CACHE to a folder on a local disk"):
         measure_all(products, [1], never)

@@ -16,6 +16,7 @@ import logging
 import os
 import re
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -77,18 +78,18 @@ def table(device: str) -> Table:
 
 
 def check_writable(path: Path) -> None:
-    """Make the folder of a file that is to be written.
+    """Make the folder of a file that is to be written, and see that it can be locked there.
 
     Raises:
-        OSError: it cannot be made, or nothing can be written to it.
+        OSError: it cannot.
     """
-    remedy = "set MXQUANT_CACHE to a folder that can be written to"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise type(error)(f"{path} cannot be written: {error}; {remedy}") from error
-    if not os.access(path.parent, os.W_OK):
-        raise PermissionError(f"{path} cannot be written: its folder is read-only; {remedy}")
+        with _lock(path):
+            pass
+    except (OSError, NotImplementedError) as error:  # the latter: a file system without locks
+        remedy = "set MXQUANT_CACHE to a folder on a local disk that can be written to"
+        raise OSError(f"{path} cannot be written: {error}; {remedy}") from error
 
 
 def record(device: str, measured: Table) -> Path:
@@ -96,11 +97,9 @@ def record(device: str, measured: Table) -> Path:
 
     Whoever reads meanwhile finds the old file or the new one, and of two processes that write each one's part is kept.
     """
-    from filelock import FileLock
-
     path = path_of(device)
     check_writable(path)
-    with FileLock(f"{path}.lock"):
+    with _lock(path):
         try:
             known = _read(path, device)
         except (OSError, ValueError, RecursionError):  # of no use to anyone: replaced
@@ -111,6 +110,13 @@ def record(device: str, measured: Table) -> Path:
         new.write_text(json.dumps({**_circumstances(device), "routes": routes}, indent=1) + "\n", encoding="utf-8")
         os.replace(new, path)
     return path
+
+
+def _lock(path: Path) -> AbstractContextManager[object]:
+    """Held by one writer of a file at a time."""
+    from filelock import FileLock
+
+    return FileLock(f"{path}.lock")
 
 
 def _read(path: Path, device: str) -> Table:

@@ -123,7 +123,7 @@ def test_a_folder_that_cannot_be_made_is_told_before(
 ) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("MXQUANT_CACHE", str(tmp_path / "file" / "deeper" if nested else tmp_path / "file"))
-    with pytest.raises(OSError, match=r"file.* cannot be written: .*; set MXQUANT_CACHE to a folder"):
+    with pytest.raises(OSError, match=r"file.* cannot be written: .*; set MXQUANT_CACHE to a folder on a local disk"):
         tuned.check_writable(tuned.path_of("cpu"))
 
 
