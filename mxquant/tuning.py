@@ -110,7 +110,8 @@ def tune(model: nn.Module, rows: Sequence[int] = ROWS) -> TuningReport:
     products of the same shapes and formats, on this kind of device, with these versions of mxquant, torch and triton.
     A CUDA graph that was captured before keeps its kernels. For a number of rows that was not timed, the choice is that
     of the nearest one from above; beyond the largest it is the default's. Routes differ in the order in which they sum
-    in fp32, so tuning can change the last bit of a result; without a tuned file it depends on the versions alone.
+    in fp32, so tuning can change the last bit of a result; without a tuned file that depends on the versions and the
+    kind of GPU alone.
 
     It compiles the kernels of every route, and synchronizes: some seconds a shape, more where nothing is compiled yet.
 

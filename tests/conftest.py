@@ -1,10 +1,18 @@
-"""What every test shares: a fixed seed and one thread; `matmul_reference` beside this file asserts as the tests do."""
+"""What every test shares: a fixed seed, one thread, no tuned routes; `matmul_reference` beside this file asserts as the
+tests do.
+"""
+
+from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
+
+if TYPE_CHECKING:
+    from mxquant.backends import RoutedBackend
 
 pytest.register_assert_rewrite("matmul_reference")
 
@@ -34,6 +42,20 @@ def routes_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[No
     forget_choices()
     yield
     forget_choices()
+
+
+@pytest.fixture
+def forked() -> Iterator[RoutedBackend]:
+    """A backend of three routes, registered."""
+    from forked_backend import Forked
+
+    from mxquant.backends import RoutedBackend, get_backend, register_backend, unregister_backend
+
+    register_backend(Forked)
+    backend = get_backend(Forked.name)
+    assert isinstance(backend, RoutedBackend)
+    yield backend
+    unregister_backend(Forked.name)
 
 
 @pytest.fixture

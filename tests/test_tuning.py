@@ -1,29 +1,19 @@
 """`tune`: what is timed, what is chosen and kept, and what it says where there is nothing to time."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from expecttest import assert_expected_inline
-from forked_backend import Forked, dense_problem
+from forked_backend import dense_problem
 from small_models import Tied, mlp
 from torch import Tensor, nn
 
 import mxquant
-from mxquant import quantize_, register_backend, tune
-from mxquant.backends import Operand, Problem, Route, RoutedBackend, get_backend, tuned, unregister_backend
+from mxquant import quantize_, tune
+from mxquant.backends import Operand, Problem, Route, RoutedBackend, tuned
 from mxquant.backends.routes import choose_route
 from mxquant.tuning import Measurement, Product, TuningReport, find_products, keep, measure_all
-
-
-@pytest.fixture
-def forked() -> Iterator[RoutedBackend]:
-    register_backend(Forked)
-    backend = get_backend("forked")
-    assert isinstance(backend, RoutedBackend)
-    yield backend
-    unregister_backend("forked")
 
 
 @pytest.fixture

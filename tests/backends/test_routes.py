@@ -1,14 +1,13 @@
 """Routes: which there are, in the order of the rule that was measured on an H200, and that what was tuned is taken."""
 
 import itertools
-from collections.abc import Iterator
 
 import pytest
 import torch
 from forked_backend import ONE, THREE, TWO, Forked, dense_problem
 
-from mxquant import explain, quantize, register_backend
-from mxquant.backends import Operand, Problem, RoutedBackend, get_backend, tuned, unregister_backend
+from mxquant import explain, quantize
+from mxquant.backends import Operand, Problem, RoutedBackend, get_backend, tuned
 from mxquant.backends.routes import choose_route, forget_choices
 from mxquant.tensor import as_weight
 
@@ -22,15 +21,6 @@ def h200(monkeypatch: pytest.MonkeyPatch) -> None:
     """A device of 132 multiprocessors, which nothing is launched on."""
     specialized = pytest.importorskip("mxquant.kernels.tiled_specialized")
     monkeypatch.setattr(specialized, "_multiprocessors", lambda device: 132)
-
-
-@pytest.fixture
-def forked() -> Iterator[RoutedBackend]:
-    register_backend(Forked)
-    backend = get_backend("forked")
-    assert isinstance(backend, RoutedBackend)
-    yield backend
-    unregister_backend("forked")
 
 
 def names(backend: str, asked: Problem, rows: int) -> list[str]:
