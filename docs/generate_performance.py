@@ -122,8 +122,8 @@ def first_calls(results: list[dict[str, Any]]) -> Iterator[str]:
     body = [[row["prepared"], f"{row['seconds']:,.1f}"] for row in results if "prepared" in row]
     if body:
         yield from ("", "## First calls", "")
-        yield "Seconds of all first calls for a shape and a number of rows, with the building of weights: of compiling, and"
-        yield "of tuning where a version does so. Triton's cache was empty; the first run on a machine fills it."
+        yield "Seconds of all first calls for a shape and a number of rows, building weights included: compiling,"
+        yield "and tuning where a version does so. Triton's cache was empty; the first run on a machine fills it."
         yield ""
         yield from table(["version", "seconds"], body)
 

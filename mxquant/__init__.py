@@ -7,16 +7,18 @@ quantize_(model, MXFP4Config())
 
 from importlib.metadata import PackageNotFoundError, version
 
-from mxquant.api import dequantize_, explain, quantize_, summary
+from mxquant.api import dequantize_, quantize_, summary
 from mxquant.backends import list_backends, register_backend
 from mxquant.checkpoints import load_state
 from mxquant.config import GPTQ, MXFP4Config, MXFP6Config, MXFP8Config, NVFP4Config, mxfp4, mxfp6, mxfp8, nvfp4
+from mxquant.explanation import explain
 from mxquant.integrations import torchao as _torchao  # registers the configs with torchao
 from mxquant.integrations.pretrained import from_pretrained
 from mxquant.integrations.saving import save_pretrained
 from mxquant.modules.moe import experts_forward
 from mxquant.modules.registry import register_experts_layout
 from mxquant.tensor import EmulatedMXTensor, MXTensor, flatten_state_dict, quantize, unflatten_state_dict
+from mxquant.tuning import tune
 
 __all__ = [
     # Models
@@ -47,6 +49,7 @@ __all__ = [
     # Backends
     "register_backend",
     "list_backends",
+    "tune",
     # Mixture-of-experts blocks
     "register_experts_layout",
     "experts_forward",

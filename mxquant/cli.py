@@ -20,11 +20,11 @@ from typing import Any
 
 import torch
 
-from mxquant.api import explain
 from mxquant.checkpoints import PRODUCERS, Content, get_producer, read_content
 from mxquant.checkpoints.compare import Comparison, TensorDifference, compare
 from mxquant.checkpoints.files import without_duplicates
 from mxquant.config import resolve_mapping
+from mxquant.explanation import explain
 from mxquant.formats import ACTIVATION_FORMATS, WEIGHT_FORMATS, get_format
 from mxquant.report import text_table
 

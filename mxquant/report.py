@@ -19,7 +19,7 @@ SKIP_REASON = "_mxquant_skipped"
 """The attribute of a module that says why `quantize_` left parameters of its own as they are: a few words by name."""
 
 _CHUNK_ELEMENTS = 1 << 20
-_NUMBERS = ("bits", "bytes", "SQNR dB", "output SQNR dB", "differing bytes")
+_NUMBERS = ("bits", "bytes", "rows", "SQNR dB", "output SQNR dB", "differing bytes")
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ class Summary:
         return figure
 
     def _repr_html_(self) -> str:
-        tables = "".join(_html_table(headers, rows) for headers, rows in self._tables())
+        tables = "".join(html_table(headers, rows) for headers, rows in self._tables())
         return f"<div>{tables}<p>{html.escape(self._totals())}</p></div>"
 
     def _tables(self) -> Iterator[tuple[list[str], list[list[str]]]]:
@@ -153,7 +153,7 @@ class Explanation:
         return "\n\n".join([own, *map(str, self.others)])
 
     def _repr_html_(self) -> str:
-        own = f"<p>{html.escape(self._title())}</p>{_html_table(['backend', 'verdict'], self.backends)}"
+        own = f"<p>{html.escape(self._title())}</p>{html_table(['backend', 'verdict'], self.backends)}"
         return f"<div>{own}{''.join(other._repr_html_() for other in self.others)}</div>"
 
     def _title(self) -> str:
@@ -278,7 +278,8 @@ def text_table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
     table = Table(box=box.MARKDOWN)
     for header in headers:
-        table.add_column(header, no_wrap=True, justify="right" if header in _NUMBERS else "left")
+        is_number = header in _NUMBERS or header.endswith(" us")
+        table.add_column(header, no_wrap=True, justify="right" if is_number else "left")
     for row in rows:
         table.add_row(*row)
     text = io.StringIO()
@@ -288,7 +289,9 @@ def text_table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(line.rstrip() for line in text.getvalue().splitlines() if line.strip())
 
 
-def _html_table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def html_table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """The same table for a notebook."""
+
     def line(tag: str, cells: Sequence[str]) -> str:
         return "<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells) + "</tr>"
 

@@ -1,9 +1,18 @@
-"""What every test shares: a fixed seed and one thread; `matmul_reference` beside this file asserts as the tests do."""
+"""What every test shares: a fixed seed, one thread, no tuned routes; `matmul_reference` beside this file asserts as the
+tests do.
+"""
 
+from __future__ import annotations
+
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
+
+if TYPE_CHECKING:
+    from mxquant.backends import RoutedBackend
 
 pytest.register_assert_rewrite("matmul_reference")
 
@@ -14,6 +23,39 @@ torch.set_num_threads(1)
 @pytest.fixture(autouse=True)
 def fixed_seed() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def no_tuned_routes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What somebody tuned on this machine has no say here."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MXQUANT_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture
+def routes_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A cache for tuned routes that is the test's own, empty."""
+    from mxquant.backends.routes import forget_choices
+
+    monkeypatch.setenv("MXQUANT_CACHE", str(tmp_path / "cache"))
+    forget_choices()
+    yield
+    forget_choices()
+
+
+@pytest.fixture
+def forked() -> Iterator[RoutedBackend]:
+    """A backend of three routes, registered."""
+    from forked_backend import Forked
+
+    from mxquant.backends import RoutedBackend, get_backend, register_backend, unregister_backend
+
+    register_backend(Forked)
+    backend = get_backend(Forked.name)
+    assert isinstance(backend, RoutedBackend)
+    yield backend
+    unregister_backend(Forked.name)
 
 
 @pytest.fixture

@@ -28,11 +28,13 @@ ALLOWED = {
     "validate": BELOW_ALGORITHMS,
     "algorithms": BELOW_ALGORITHMS,
     "report": {"formats", "tensor"},
+    "explanation": BELOW_MODULES | {"report"},
+    "tuning": BELOW_MODULES | {"report"},
     "checkpoints": {"formats", "backends", "tensor"},
     "api": BELOW_API,
     "integrations": BELOW_API | {"api", "checkpoints"},
-    "__init__": BELOW_API | {"api", "checkpoints", "integrations"},
-    "cli": BELOW_API | {"api", "checkpoints", "integrations"},
+    "__init__": BELOW_API | {"api", "explanation", "tuning", "checkpoints", "integrations"},
+    "cli": BELOW_API | {"explanation", "checkpoints", "integrations"},
     "__main__": {"cli"},
 }
 

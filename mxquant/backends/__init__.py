@@ -10,6 +10,7 @@ from mxquant.backends.registry import (
     select,
     unregister_backend,
 )
+from mxquant.backends.routes import Route, RoutedBackend
 
 __all__ = [
     "ANY_LAYOUT",
@@ -18,6 +19,8 @@ __all__ = [
     "Layout",
     "Operand",
     "Problem",
+    "Route",
+    "RoutedBackend",
     "candidates",
     "get_backend",
     "backend_of_layout",

@@ -13,29 +13,18 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from mxquant.backends.base import Backend, Groups, Layout, Operand, Problem
-from mxquant.backends.tiles import (
-    Tiles,
-    aligned,
-    keeps_busy,
-    multiply_few,
-    multiply_groups,
-    multiply_specialized,
-    reject_device,
-    reject_shape,
-    walkable,
-)
+from mxquant.backends.base import Groups, Layout, Operand, Problem
+from mxquant.backends.routes import Route, RoutedBackend
+from mxquant.backends.tiles import Tiles, choose_from, multiply_groups, ready_for_kernels, reject_device, reject_shape
 from mxquant.kernels.tiles import ROWS
 
-# So many rows are fastest with decoding and multiplying at the same time, where there is work for the whole device.
-_SPECIALIZED = range(17, 2049)
-# Elsewhere, up to so many rows decoding in registers is faster than a workspace.
-_FEW = 512
+# Rows for each by default: see `choose_from`.
+_SPECIALIZED, _FEW = range(17, 2049), 512
 # Elements to expand at a time: 128 MiB.
 _WORKSPACE = 1 << 26
 
 
-class FP16(Backend):
+class FP16(RoutedBackend):
     """Exact W4A16 by FP16 or bf16 matmul."""
 
     name: ClassVar[str] = "fp16"
@@ -48,14 +37,10 @@ class FP16(Backend):
             return "multiplies MXFP4 weights by bfloat16 only"
         return reject_shape(problem)
 
-    def matmul(self, x: Tensor, weight: Operand, bias: Tensor | None, problem: Problem) -> Tensor:
-        blocked, rows = problem.contraction == "blocked", x.shape[0]
-        if blocked and rows in _SPECIALIZED and keeps_busy(rows, problem):
-            return multiply_specialized(x, weight, bias, problem)
-        if blocked and 0 < rows <= _FEW:
-            return multiply_few(x, weight, bias, problem)
-        with torch.cuda.device_of(x):
-            return (_multiply_many if blocked else _multiply_unblocked)(*walkable(x, bias), aligned(weight), problem)
+    def routes(self, problem: Problem, rows: int) -> tuple[Route, ...]:
+        if problem.contraction == "unblocked":
+            return (_UNBLOCKED,)
+        return choose_from(problem, rows, _SPECIALIZED, _FEW, _EXPAND)
 
     def grouped_matmul(
         self, x: Tensor, weights: Operand, bias: Tensor | None, groups: Groups, problem: Problem
@@ -65,7 +50,8 @@ class FP16(Backend):
         return multiply_groups(x, weights, bias, groups, problem)
 
 
-def _multiply_many(x: Tensor, bias: Tensor | None, weight: Operand, problem: Problem) -> Tensor:
+@ready_for_kernels
+def _multiply_expanded(x: Tensor, weight: Operand, bias: Tensor | None, problem: Problem) -> Tensor:
     # Imported here: it imports triton, which is not everywhere. `from` would take several times as long.
     import mxquant.kernels.tiled_expand as tiled
 
@@ -82,10 +68,14 @@ def _multiply_many(x: Tensor, bias: Tensor | None, weight: Operand, problem: Pro
     return y
 
 
-def _multiply_unblocked(x: Tensor, bias: Tensor | None, weight: Operand, problem: Problem) -> Tensor:
+@ready_for_kernels
+def _multiply_unblocked(x: Tensor, weight: Operand, bias: Tensor | None, problem: Problem) -> Tensor:
     import mxquant.kernels.tiled_expand as tiled
 
     w = tiled.expand_bfloat16(weight.qdata, weight.scale, problem.in_features)
     if bias is None:
         return torch.mm(x, w)
     return torch.mm(x, w, out_dtype=torch.float32).add_(bias).to(torch.bfloat16)
+
+
+_EXPAND, _UNBLOCKED = Route("expand", _multiply_expanded), Route("expand", _multiply_unblocked)

@@ -13,26 +13,15 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from mxquant.backends.base import Backend, Groups, Layout, Operand, Problem
-from mxquant.backends.tiles import (
-    Tiles,
-    aligned,
-    keeps_busy,
-    multiply_few,
-    multiply_groups,
-    multiply_specialized,
-    reject_device,
-    reject_shape,
-    walkable,
-)
+from mxquant.backends.base import Groups, Layout, Operand, Problem
+from mxquant.backends.routes import Route, RoutedBackend
+from mxquant.backends.tiles import Tiles, choose_from, multiply_groups, ready_for_kernels, reject_device, reject_shape
 
-# So many rows are fastest with decoding and multiplying at the same time, where there is work for the whole device.
-_SPECIALIZED = range(33, 1025)
-# Elsewhere, up to so many rows decoding in registers, once for every 128 of them, is faster than a workspace.
-_FEW = 512
+# Rows for each by default: see `choose_from`.
+_SPECIALIZED, _FEW = range(33, 2049), 512
 
 
-class FP8(Backend):
+class FP8(RoutedBackend):
     """Exact W4A4 by FP8 matmul."""
 
     name: ClassVar[str] = "fp8"
@@ -46,16 +35,8 @@ class FP8(Backend):
             return "multiplies MXFP4 by MXFP4 only, along the blocked axis"
         return reject_shape(problem)
 
-    def matmul(self, x: Tensor, weight: Operand, bias: Tensor | None, problem: Problem) -> Tensor:
-        rows = x.shape[0]
-        if rows in _SPECIALIZED and keeps_busy(rows, problem):
-            return multiply_specialized(x, weight, bias, problem)
-        if 0 < rows <= _FEW:
-            return multiply_few(x, weight, bias, problem)
-        if rows == 0:
-            return x.new_empty(0, problem.out_features)
-        with torch.cuda.device_of(x):
-            return _multiply_many(*walkable(x, bias), aligned(weight), problem)
+    def routes(self, problem: Problem, rows: int) -> tuple[Route, ...]:
+        return choose_from(problem, rows, _SPECIALIZED, _FEW, _EXPAND)
 
     def grouped_matmul(
         self, x: Tensor, weights: Operand, bias: Tensor | None, groups: Groups, problem: Problem
@@ -63,7 +44,8 @@ class FP8(Backend):
         return multiply_groups(x, weights, bias, groups, problem)
 
 
-def _multiply_many(x: Tensor, bias: Tensor | None, weight: Operand, problem: Problem) -> Tensor:
+@ready_for_kernels
+def _multiply_expanded(x: Tensor, weight: Operand, bias: Tensor | None, problem: Problem) -> Tensor:
     # Imported here: they import triton, which is not everywhere. `from` would take several times as long.
     import mxquant.kernels.fold as fold
     import mxquant.kernels.tiled_expand as tiled
@@ -82,3 +64,6 @@ def _multiply_many(x: Tensor, bias: Tensor | None, weight: Operand, problem: Pro
     )
     tiled.repair(y, x, weight.qdata, weight.scale, bias, factors, mode)
     return y
+
+
+_EXPAND = Route("expand", _multiply_expanded)

@@ -1,13 +1,17 @@
-"""What the Hopper backends share: the layout, what they ask of a problem, and the kernels that decode in registers."""
+"""What the Hopper backends share: the layout, what they ask of a problem, and their routes: the kernels that decode in
+registers, and expansion.
+"""
 
 from __future__ import annotations
 
+import functools
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from mxquant.backends.base import Groups, Layout, Operand, Problem, no_device
+from mxquant.backends.routes import Multiply, Route
 from mxquant.formats.spec import Format, get_format
 from mxquant.kernels import has_triton
 from mxquant.kernels.tiles import BLOCK, LEAST_COLUMNS, ROWS, pack_tiles, unpack_tiles
@@ -100,23 +104,48 @@ def multiply_few(x: Tensor, weight: Operand, bias: Tensor | None, problem: Probl
     return tiled.multiply_few(x, weight.qdata, weight.scale, bias, n, mode, problem.dtype, rotated=_rotated(problem))
 
 
-def keeps_busy(rows: int, problem: Problem) -> bool:
-    """Whether `multiply_specialized` takes the shape, and has work for most of the device."""
-    import mxquant.kernels.tiled_specialized as tiled
+def ready_for_kernels(multiply: Multiply) -> Multiply:
+    """Decorates the function of a route: it runs on the device of its operands, which it gets as kernels take them."""
 
-    return tiled.keeps_busy(rows, problem.out_features, problem.in_features, problem.device)
+    @functools.wraps(multiply)
+    def run(x: Tensor, weight: Operand, bias: Tensor | None, problem: Problem) -> Tensor:
+        with torch.cuda.device_of(x):
+            x, bias = walkable(x, bias)
+            return multiply(x, aligned(weight), bias, problem)
+
+    return run
 
 
+@ready_for_kernels
 def multiply_specialized(x: Tensor, weight: Operand, bias: Tensor | None, problem: Problem) -> Tensor:
     """`Backend.matmul` by a kernel that decodes and multiplies at the same time."""
     import mxquant.kernels.tiled_specialized as tiled
 
-    n, mode = problem.out_features, problem.activation_scale_mode
-    with torch.cuda.device_of(x):
-        weight = aligned(weight)
-        x, bias = walkable(x, bias)
-        rotated = _rotated(problem)
-        return tiled.multiply_many(x, weight.qdata, weight.scale, bias, n, mode, problem.dtype, rotated=rotated)
+    n, mode, rotated = problem.out_features, problem.activation_scale_mode, _rotated(problem)
+    return tiled.multiply_many(x, weight.qdata, weight.scale, bias, n, mode, problem.dtype, rotated=rotated)
+
+
+_FEW, _SPECIALIZED = Route("few", multiply_few), Route("specialized", multiply_specialized)
+
+
+def choose_from(problem: Problem, rows: int, specialized: range, few: int, expand: Route) -> tuple[Route, ...]:
+    """`RoutedBackend.routes`, by what was measured on an H200.
+
+    Args:
+        specialized: numbers of rows that decoding and multiplying at the same time is the first choice for, where there
+            is work for the whole device.
+        few: so many rows at most are, elsewhere, for decoding in registers, once for every 128 of them.
+        expand: by a workspace, for the others.
+    """
+    import mxquant.kernels.tiled_specialized as tiled
+
+    n, k = problem.out_features, problem.in_features
+    if rows in specialized and tiled.keeps_busy(rows, n, k, problem.device):
+        first = _SPECIALIZED
+    else:
+        first = _FEW if rows <= few else expand
+    there = (_FEW, _SPECIALIZED, expand) if tiled.takes_columns(k) else (_FEW, expand)
+    return first, *(route for route in there if route is not first)
 
 
 def multiply_groups(x: Tensor, weights: Operand, bias: Tensor | None, groups: Groups, problem: Problem) -> Tensor:

@@ -30,12 +30,17 @@ from mxquant.kernels.tiled_gluon import product_kernel
 COLUMNS = 64
 
 
+def takes_columns(k: int) -> bool:
+    """Whether `multiply_many` takes K columns."""
+    return k % COLUMNS == 0
+
+
 def keeps_busy(m: int, n: int, k: int, device: torch.device) -> bool:
     """Whether `multiply_many` takes K columns, and has a tile of the result for three in four multiprocessors.
 
     With fewer, it's slower on an H200 than what splits K among more programs.
     """
-    return k % COLUMNS == 0 and 4 * cdiv(m, _rows_of(m)) * cdiv(n, 64 * TILES.value) >= 3 * multiprocessors(device)
+    return takes_columns(k) and 4 * cdiv(m, _rows_of(m)) * cdiv(n, 64 * TILES.value) >= 3 * multiprocessors(device)
 
 
 def multiply_many(

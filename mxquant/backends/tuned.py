@@ -1,0 +1,158 @@
+"""Which route of a backend was measured to be the fastest: one JSON file a kind of device, in the user's cache.
+
+    {"version": 1, "device": "NVIDIA H200", "mxquant": "0.1.0", "torch": "2.11.0", "triton": "3.6.0",
+     "routes": {"fp8 weight=mxfp4 ... out_features=8192 ...": {"1": "few", "64": "specialized"}}}
+
+`mxquant.tune` writes it. It is read once a process, at the first matmul that could use it, which it never fails: a file
+that is damaged, or of another device or other versions, is left unread, with a warning.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import logging
+import os
+import re
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+
+from mxquant.backends.base import Problem
+
+Table = Mapping[str, Mapping[int, str]]
+"""Of each product, named by `product_key`, the fastest route for some numbers of rows."""
+
+_logger = logging.getLogger("mxquant")
+_VERSION = 1
+# The file is of one kind of device, and a route computes a prepared weight of one matrix.
+_LEFT_OUT = ("device", "capability", "layout", "experts")
+
+
+def fastest_route(backend: str, problem: Problem, rows: int) -> str | None:
+    """Name of the route that was the fastest for the nearest number of rows from `rows` on that was measured.
+
+    From above, as kernels compute whole tiles of rows. None beyond the largest, of which nothing is known.
+    """
+    measured = table(device_name(problem.device)).get(product_key(backend, problem), {})
+    nearest = min((m for m in measured if m >= rows), default=None)
+    return None if nearest is None else measured[nearest]
+
+
+def product_key(backend: str, problem: Problem) -> str:
+    """What is multiplied, in one line."""
+    fields = (field.name for field in dataclasses.fields(problem) if field.name not in _LEFT_OUT)
+    return " ".join((backend, *(f"{name}={getattr(problem, name)}" for name in fields)))
+
+
+def device_name(device: torch.device) -> str:
+    """The kind of device, as its maker calls it."""
+    if device.type == "cuda" and torch.cuda.is_available():
+        return torch.cuda.get_device_name(device)
+    return device.type
+
+
+def path_of(device: str) -> Path:
+    """The file of a kind of device: in `$MXQUANT_CACHE`, else `mxquant` in `$XDG_CACHE_HOME`, else in `~/.cache`."""
+    folder = os.environ.get("MXQUANT_CACHE") or os.path.join(
+        os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "mxquant"
+    )
+    return Path(folder) / f"routes-{re.sub('[^a-z0-9]+', '-', device.lower())}.json"
+
+
+@functools.lru_cache(maxsize=64)
+def table(device: str) -> Table:
+    """What was measured on a kind of device; nothing where there is no file, or none that can be used. Never raises."""
+    path = path_of(device)
+    try:
+        return _read(path, device)
+    except (OSError, ValueError, RecursionError) as error:
+        _logger.warning(
+            "%s is not used, and routes are chosen by default: %s. mxquant.tune(model) writes it anew", path, error
+        )
+        return {}
+
+
+def check_writable(path: Path) -> None:
+    """Make the folder of a file that is to be written, and see that it can be locked there.
+
+    Raises:
+        OSError: it cannot.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with _lock(path):
+            pass
+    except (OSError, NotImplementedError) as error:  # the latter: a file system without locks
+        remedy = "set MXQUANT_CACHE to a folder on a local disk that can be written to"
+        raise OSError(f"{path} cannot be written: {error}; {remedy}") from error
+
+
+def record(device: str, measured: Table) -> Path:
+    """Write what was measured beside what the file holds of this device and these versions; returns its path.
+
+    Whoever reads meanwhile finds the old file or the new one, and of two processes that write each one's part is kept.
+    """
+    path = path_of(device)
+    check_writable(path)
+    with _lock(path):
+        try:
+            known = _read(path, device)
+        except (OSError, ValueError, RecursionError):  # of no use to anyone: replaced
+            known = {}
+        products = sorted({*known, *measured})
+        routes = {product: {**known.get(product, {}), **measured.get(product, {})} for product in products}
+        new = path.with_suffix(".new")
+        new.write_text(json.dumps({**_circumstances(device), "routes": routes}, indent=1) + "\n", encoding="utf-8")
+        os.replace(new, path)
+    return path
+
+
+def _lock(path: Path) -> AbstractContextManager[object]:
+    """Held by one writer of a file at a time."""
+    from filelock import FileLock
+
+    return FileLock(f"{path}.lock")
+
+
+def _read(path: Path, device: str) -> Table:
+    """The table in a file; empty if there is none.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError, RecursionError: it was written for something else, or is damaged.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    if not isinstance(content, dict):
+        raise ValueError("it holds no JSON object")
+    for what, here in _circumstances(device).items():
+        if content.get(what) != here:
+            raise ValueError(f"it was written for {what} {content.get(what)!r}, here is {here!r}")
+    routes = content.get("routes")
+    if not isinstance(routes, dict) or not all(map(_is_measured, routes.values())):
+        raise ValueError("its routes are damaged")
+    return {product: {int(rows): route for rows, route in measured.items()} for product, measured in routes.items()}
+
+
+def _is_measured(value: object) -> bool:
+    return isinstance(value, dict) and all(rows.isdecimal() and isinstance(route, str) for rows, route in value.items())
+
+
+def _circumstances(device: str) -> dict[str, int | str]:
+    """What has to be the same for a table to say anything: kernels and cuBLAS are of these versions."""
+    versions = {package: _version_of(package) for package in ("mxquant", "torch", "triton")}
+    return {"version": _VERSION, "device": device, **versions}
+
+
+def _version_of(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"

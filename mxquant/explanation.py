@@ -1,0 +1,111 @@
+"""`explain`: which backend computes a quantized layer, and why the others do not."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from mxquant.backends import Problem, RoutedBackend, candidates, get_backend
+from mxquant.backends.routes import choose_route
+from mxquant.report import Explanation
+from mxquant.tensor import MXTensor, describe, precision, requested_backend
+
+
+def explain(
+    module_or_tensor: nn.Module | Tensor,
+    input_shape: Sequence[int] | None = None,
+    device: torch.device | str | None = None,
+) -> Explanation:
+    """Which backend computes a quantized layer, and why the others do not.
+
+    Args:
+        module_or_tensor: a layer with a quantized weight, a block with quantized experts, or such a weight.
+        input_shape: [..., in_features] of an input, to be checked against the (first) weight's shape. Of a backend with
+            several routes, the one that serves so many rows is told too, and whether it was tuned (`mxquant.tune`).
+        device: answer for the layer moved to this device; None: where it is.
+
+    Returns:
+        of the layer's weight; of a block of experts, that of its first weight, with the `others`.
+
+    Raises:
+        ValueError: nothing in it is quantized, or the input's last size is not the layer's in_features.
+        TypeError: neither a module nor a tensor, or no input shape.
+    """
+    first, *others = _weights_of(module_or_tensor)
+    if input_shape is not None and not (isinstance(input_shape, Sequence) and all(type(n) is int for n in input_shape)):
+        raise TypeError(f"input_shape is a sequence of sizes such as (4, 4096); got {input_shape!r}")
+    device = None if device is None else _parsed_device(device)
+    in_features = describe(first).in_features
+    if input_shape is not None and (not input_shape or input_shape[-1] != in_features):
+        raise ValueError(
+            f"input_shape {tuple(input_shape)} does not fit a weight of shape {tuple(first.shape)}: "
+            f"the last size must be its in_features, {in_features}"
+        )
+    explained = _explain(first, input_shape, device)
+    return replace(explained, others=tuple(_explain(weight, None, device) for weight in others))
+
+
+def _explain(weight: MXTensor, input_shape: Sequence[int] | None, device: torch.device | None) -> Explanation:
+    problem = describe(weight, device=device)
+    # Moving to another device chooses the class anew, by what was asked for.
+    serving = requested_backend(weight) if problem.device == weight.device else weight.backend
+    answers = candidates(problem)
+    chosen = next((name for name, reason in answers if reason is None and serving in ("auto", name)), None)
+    taken = "chosen" + _route(chosen, problem, input_shape)
+    verdicts = [(name, taken if name == chosen else reason or "could compute it too") for name, reason in answers]
+    rows = "M" if input_shape is None else " x ".join(map(str, input_shape[:-1])) or "1"
+    activation = problem.activation or str(problem.dtype).removeprefix("torch.")
+    times = f", each row times one of {problem.experts}" if problem.experts else " times"
+    rotated = f", rotated in blocks of {weight.metadata.rotation}," if weight.metadata.rotation else ""
+    sizes = f"[{problem.out_features}, {problem.in_features}]"
+    absent = ", which is not here" if problem.device.type == "cuda" and problem.capability is None else ""
+    matmul = (
+        f"{precision(weight.metadata)}: {activation} input [{rows}, {problem.in_features}]{rotated}{times} "
+        f"{problem.weight} weight{'s' * (problem.experts > 0)} {sizes} on {problem.device}{absent}"
+    )
+    return Explanation(matmul, weight.backend, chosen, verdicts)
+
+
+def _route(backend: str | None, problem: Problem, input_shape: Sequence[int] | None) -> str:
+    """The route that a backend takes for the rows of an input, where it has several."""
+    if backend is None or input_shape is None or problem.experts:
+        return ""
+    chosen, rows = get_backend(backend), math.prod(input_shape[:-1])
+    if not isinstance(chosen, RoutedBackend) or rows == 0:
+        return ""
+    route, is_tuned = choose_route(chosen, problem, rows)
+    return f"; {rows} rows take route {route.name}, {'tuned' if is_tuned else 'by default'}"
+
+
+def _weights_of(module_or_tensor: nn.Module | Tensor) -> list[MXTensor]:
+    """The quantized weights of one layer, in the order of its parameters; at least one."""
+    if isinstance(module_or_tensor, nn.Module):
+        parameters: list[object] = list(module_or_tensor._parameters.values())
+        weights = [weight for weight in parameters if isinstance(weight, MXTensor)]
+        if weights:
+            return weights
+        inside = [name.rpartition(".")[0] for name, p in module_or_tensor.named_parameters() if isinstance(p, MXTensor)]
+        layer = f"pass one of its layers, such as model.get_submodule({inside[0]!r})" if inside else ""
+        remedy = layer or "quantize it with quantize_ first"
+        raise ValueError(f"{type(module_or_tensor).__name__} has no quantized weight of its own; {remedy}")
+    if isinstance(module_or_tensor, MXTensor) and module_or_tensor.dim() >= 2:
+        return [module_or_tensor]
+    if isinstance(module_or_tensor, Tensor):
+        shape = tuple(module_or_tensor.shape)
+        raise ValueError(
+            f"a {type(module_or_tensor).__name__} of shape {shape} is no quantized weight; "
+            "pass a matrix that mxquant.quantize made"
+        )
+    raise TypeError(f"explain takes a module or a tensor; got {type(module_or_tensor).__name__}")
+
+
+def _parsed_device(device: torch.device | str) -> torch.device:
+    """`device`, which need not be here."""
+    try:
+        return torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(f"device={device!r} is no device; name one such as 'cpu' or 'cuda:0' ({error})") from None

@@ -1,0 +1,243 @@
+"""`tune`: measure which route of a backend is the fastest for the products of a model, and keep that on disk.
+
+Nothing is measured unless it is asked for: timing waits for the GPU, which a matmul must not do behind the caller's
+back, and cannot do while a CUDA graph is captured.
+"""
+
+from __future__ import annotations
+
+import html
+import math
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from mxquant.backends import Operand, Problem, Route, RoutedBackend, tuned
+from mxquant.backends.routes import forget_choices
+from mxquant.report import html_table, text_table
+from mxquant.tensor import MXTensor, describe, precision
+from mxquant.tensor.matmul import choose_backend
+
+ROWS = (1, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
+# Another route than the default has to be faster by this factor: what is less lies within the spread of medians.
+_GAIN = 1.02
+_REPLAYS = 20
+
+Timer = Callable[[Route, Tensor, Operand, Problem], float]
+"""Microseconds of a product by a route: of an input with a weight, as `Backend.matmul`."""
+
+
+@dataclass(frozen=True)
+class Product:
+    """What some weights of a model have in common: a product that a backend has several routes for."""
+
+    backend: RoutedBackend
+    problem: Problem
+    precision: str
+    weight: Operand
+    """Of the first, in the layout of the backend."""
+    names: list[str] = field(default_factory=list)
+
+    def measure(self, rows: int, timer: Timer) -> Measurement:
+        """Time each route for so many rows."""
+        problem = self.problem
+        generator = torch.Generator(problem.device).manual_seed(0)  # torch's own is the user's
+        sizes = rows, problem.in_features
+        x = torch.randn(sizes, generator=generator, dtype=problem.dtype, device=problem.device)
+        routes = self.backend.routes(problem, rows)
+        times = {route.name: timer(route, x, self.weight, problem) for route in routes}
+        return Measurement(self, rows, times)
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """The routes of a product for a number of rows."""
+
+    product: Product
+    rows: int
+    microseconds: dict[str, float]
+    """Of each route by its name; the backend's own first choice comes first."""
+
+    @property
+    def default(self) -> str:
+        return next(iter(self.microseconds))
+
+    @property
+    def fastest(self) -> str:
+        """What later calls take: the default, unless another route is faster by more than the spread."""
+        best = min(self.microseconds, key=self.microseconds.__getitem__)
+        return best if self.microseconds[self.default] > _GAIN * self.microseconds[best] else self.default
+
+
+@dataclass(frozen=True)
+class TuningReport:
+    """What `tune` measured and what not. Prints as text, renders as HTML in a notebook."""
+
+    measured: list[Measurement]
+    left: dict[str, list[str]]
+    """Why weights were not tuned, with their names."""
+    paths: list[Path]
+    """The files that were written, one a kind of device."""
+
+    def __str__(self) -> str:
+        return "\n\n".join([*(text_table(headers, rows) for headers, rows in self._tables()), self._written()])
+
+    def _repr_html_(self) -> str:
+        tables = "".join(html_table(headers, rows) for headers, rows in self._tables())
+        return f"<div>{tables}<p>{html.escape(self._written())}</p></div>"
+
+    def _written(self) -> str:
+        return "\n".join(f"written: {path}" for path in self.paths) or "nothing was tuned"
+
+    def _tables(self) -> Iterator[tuple[list[str], list[list[str]]]]:
+        if self.measured:
+            routes = list(dict.fromkeys(name for one in self.measured for name in one.microseconds))
+            headers = ["weights", "shape", "W/A", "backend", "rows", *(f"{name} us" for name in routes)]
+            yield [*headers, "default", "fastest"], [_cells(one, routes) for one in self.measured]
+        if self.left:
+            yield ["not tuned", "reason"], [[_in_short(names), reason] for reason, names in self.left.items()]
+
+
+def tune(model: nn.Module, rows: Sequence[int] = ROWS) -> TuningReport:
+    """Time every route of every matmul of a quantized model on its GPU, and let later calls take the fastest.
+
+    Later calls are those of this process and of others: the choices are written to a file of the user's cache
+    (`$MXQUANT_CACHE`, else `~/.cache/mxquant`), beside what it holds of other models, and count for every model with
+    products of the same shapes and formats, on this kind of device, with these versions of mxquant, torch and triton.
+    A CUDA graph that was captured before keeps its kernels. For a number of rows that was not timed, the choice is that
+    of the nearest one from above; beyond the largest it is the default's. Routes differ in the order in which they sum
+    in fp32, so tuning can change the last bit of a result; without a tuned file that depends on the versions and the
+    kind of GPU alone.
+
+    It compiles the kernels of every route, and synchronizes: some seconds a shape, more where nothing is compiled yet.
+
+    Args:
+        model: its matmuls along the blocked axis are timed, without a bias. Experts are left alone: their matmuls have
+            one route.
+        rows: numbers of rows to time, all dimensions of an input but the last multiplied.
+
+    Returns:
+        the times of each route in microseconds, and what was not tuned and why: its backend has one route, or it lies
+        on a device that is no CUDA GPU.
+
+    Raises:
+        TypeError: `model` is no module, or `rows` no numbers.
+        ValueError: nothing in the model is quantized, or `rows` is empty or holds one below 1.
+        OSError: the file cannot be written.
+    """
+    rows = _check_rows(rows)
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"tune takes an nn.Module; got {type(model).__name__}")
+    products, left = find_products(model)
+    measured = measure_all(products, rows, gpu_microseconds)
+    return TuningReport(measured, left, keep(measured))
+
+
+def _check_rows(rows: Sequence[int]) -> list[int]:
+    if not isinstance(rows, Sequence) or not all(type(m) is int for m in rows):
+        raise TypeError(f"rows is a sequence of numbers such as (1, 64); got {rows!r}")
+    if not rows or min(rows) < 1:
+        raise ValueError(f"rows holds numbers from 1 on, at least one; got {rows!r}")
+    return sorted(set(rows))
+
+
+def find_products(model: nn.Module) -> tuple[list[Product], dict[str, list[str]]]:
+    """The different products of a model that a backend has several routes for; of the other weights, why not.
+
+    Raises:
+        ValueError: nothing in the model is quantized, or a weight's backend cannot compute it.
+    """
+    products: dict[tuple[str, str], Product] = {}
+    left: dict[str, list[str]] = {}
+    for name, weight in _weights(model):
+        problem = describe(weight)
+        if problem.experts:
+            left.setdefault("experts are multiplied in groups, which has one route", []).append(name)
+            continue
+        backend, in_layout = choose_backend(weight, problem)
+        if not isinstance(backend, RoutedBackend):
+            left.setdefault(f"backend {backend.name} has one route", []).append(name)
+        elif problem.device.type != "cuda":
+            left.setdefault(f"lies on {problem.device}, and only CUDA devices are timed", []).append(name)
+        else:
+            key = tuned.device_name(problem.device), tuned.product_key(backend.name, problem)
+            product = Product(backend, problem, precision(weight.metadata), in_layout.operand)
+            products.setdefault(key, product).names.append(name)
+    if not products and not left:
+        raise ValueError(f"{type(model).__name__} has no quantized weight to multiply with; call quantize_ first")
+    return list(products.values()), left
+
+
+def _weights(model: nn.Module) -> Iterator[tuple[str, MXTensor]]:
+    """Each quantized weight that is multiplied with, once."""
+    seen = set()
+    for name, module in model.named_modules():
+        for attribute, parameter in module._parameters.items():
+            if isinstance(parameter, MXTensor) and not isinstance(module, nn.Embedding) and id(parameter) not in seen:
+                seen.add(id(parameter))
+                yield f"{name}.{attribute}".lstrip("."), parameter
+
+
+def measure_all(products: Sequence[Product], rows: Sequence[int], timer: Timer) -> list[Measurement]:
+    """Each product for each number of rows. What could not be written afterwards is not measured."""
+    from tqdm.auto import tqdm
+
+    for product in products:
+        tuned.check_writable(tuned.path_of(tuned.device_name(product.problem.device)))
+    each = [(product, m) for product in products for m in rows]
+    return [product.measure(m, timer) for product, m in tqdm(each, desc="tuning", delay=1, leave=False)]
+
+
+def keep(measured: Sequence[Measurement]) -> list[Path]:
+    """Write the fastest routes, and use them from here on; returns the files."""
+    tables: dict[str, dict[str, dict[int, str]]] = {}
+    for one in measured:
+        backend, problem = one.product.backend, one.product.problem
+        products = tables.setdefault(tuned.device_name(problem.device), {})
+        products.setdefault(tuned.product_key(backend.name, problem), {})[one.rows] = one.fastest
+    paths = [tuned.record(device, products) for device, products in tables.items()]
+    forget_choices()
+    return paths
+
+
+def gpu_microseconds(route: Route, x: Tensor, weight: Operand, problem: Problem) -> float:
+    """Median time of a product, replayed as a CUDA graph: over copies of the weight that leave nothing of one another
+    in the cache.
+    """
+    with torch.cuda.device_of(x):
+        cache = torch.cuda.get_device_properties(x.device).L2_cache_size
+        others = math.ceil(2 * cache / (weight.qdata.nbytes + weight.scale.nbytes))
+        weights = [weight, *(weight.map(torch.clone) for _ in range(others))]
+        route.multiply(x, weight, None, problem)  # compiles, outside of the graph
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for one in weights:
+                route.multiply(x, one, None, problem)
+        graph.replay()
+        times = []
+        for _ in range(_REPLAYS):
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            times.append(start.elapsed_time(end))
+    return statistics.median(times) * 1e3 / len(weights)
+
+
+def _cells(one: Measurement, routes: Sequence[str]) -> list[str]:
+    problem = one.product.problem
+    rotation = f", rotation {problem.rotation}" if problem.rotation else ""
+    shape = f"{problem.out_features} x {problem.in_features}"
+    times = (f"{one.microseconds[name]:,.1f}" if name in one.microseconds else "" for name in routes)
+    product = _in_short(one.product.names), shape, one.product.precision + rotation, one.product.backend.name
+    return [*product, f"{one.rows:,}", *times, one.default, one.fastest]
+
+
+def _in_short(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"

@@ -1,0 +1,41 @@
+"""A backend with routes that runs anywhere, and the cache that `mxquant.tune` writes to, of a test's own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mxquant.backends import Operand, Problem, Route, RoutedBackend
+
+
+def _answering(name: str, value: int) -> Route:
+    def multiply(x: Tensor, weight: Operand, bias: Tensor | None, problem: Problem) -> Tensor:
+        return x.new_full((x.shape[0], problem.out_features), value)
+
+    return Route(name, multiply)
+
+
+ONE, TWO, THREE = _answering("one", 1), _answering("two", 2), _answering("three", 3)
+
+
+class Forked(RoutedBackend):
+    """Takes weight-only MXFP4. Its routes answer 1, 2 and 3, by which each is recognized; 3 takes up to 64 rows."""
+
+    name = "forked"
+
+    def reject(self, problem: Problem) -> str | None:
+        return None if (problem.weight, problem.activation) == ("mxfp4", None) else "weight-only mxfp4"
+
+    def routes(self, problem: Problem, rows: int) -> tuple[Route, ...]:
+        return (THREE, ONE, TWO) if rows <= 64 else (ONE, TWO)
+
+
+def dense_problem(**changes: Any) -> Problem:
+    fields: dict[str, Any] = {
+        "weight": "mxfp4", "activation": None, "activation_scale_mode": None, "static_activation_scale": False,
+        "out_features": 64, "in_features": 256, "block_offset": 0, "dtype": torch.bfloat16,
+        "device": torch.device("cpu"), "capability": None,
+    }  # fmt: skip
+    return Problem(**fields | changes)
