@@ -112,11 +112,16 @@ def _inverse_factor(hessian_KK: Tensor, damping: float) -> Tensor:
     From the Cholesky factor of the Hessian read backwards: as accurate as inverting it and factoring the inverse, at
     half the work.
     """
+    backwards = torch.linalg.cholesky(_damped(hessian_KK, damping).flip(0, 1)).flip(0, 1)
+    identity = torch.eye(backwards.shape[0], dtype=backwards.dtype, device=backwards.device)
+    return torch.linalg.solve_triangular(backwards, identity, upper=True).float()
+
+
+def _damped(hessian_KK: Tensor, damping: float) -> Tensor:
+    """The Hessian in fp64, its diagonal increased."""
     damped = hessian_KK.double()
     diagonal = damped.diagonal()
     mean = diagonal.mean()
     # Inputs that are always zero, and a Hessian of nothing but those.
     diagonal.add_(damping * mean + (mean == 0))
-    backwards = torch.linalg.cholesky(damped.flip(0, 1)).flip(0, 1)
-    identity = torch.eye(damped.shape[0], dtype=damped.dtype, device=damped.device)
-    return torch.linalg.solve_triangular(backwards, identity, upper=True).float()
+    return damped
