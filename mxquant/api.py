@@ -21,7 +21,7 @@ from mxquant.modules.registry import experts_layout
 from mxquant.report import SKIP_REASON, Summary, summarize
 from mxquant.select import FILTERED, FilterFn, Plan, Site, Skip, Target, select
 from mxquant.tensor import MXTensor, describe, requested_backend
-from mxquant.validate import check_calibration, check_stack, check_weight
+from mxquant.validate import check_calibration, check_movable, check_stack, check_weight
 
 _logger = logging.getLogger("mxquant")
 
@@ -51,9 +51,11 @@ def quantize_(
             patterns.
         filter_fn: `(module, name) -> bool`; a selected module for which it is false is skipped.
         device: move each selected weight and its layer's biases there, quantize there and leave them there. What else
-            the model has stays where it is; `model.to(device)` moves that.
+            the model has stays where it is; `model.to(device)` moves that. A calibration runs there, one transformer
+            block at a time: it and its inputs of one batch are there while it runs, and what is not quantized of it
+            comes back. A model without a plain list of blocks is there as a whole meanwhile.
         calibration: for configs with `algorithm="gptq"`: batches, each what the model is called with: a tensor, a tuple
-            of positional or a dict of keyword arguments. The model runs where it is.
+            of positional or a dict of keyword arguments. The model runs where it is, or on `device`.
         resume: a folder for what a calibration has finished, one file a transformer block. If the call is stopped, load
             the model anew and make the same call: finished blocks are read, the others computed, and the bytes are
             those of a call that was not stopped, on the same machine. It is yours to delete.
@@ -76,7 +78,9 @@ def quantize_(
         check_weight(target.name, target.parameter, target.config, device, target.k_axis, target.stack)
         if target.sites[0].kind == "experts":
             check_stack(target)
-    batches = check_calibration(calibration, plan.targets, device)
+    batches = check_calibration(calibration, plan.targets)
+    if batches and device is not None:
+        check_movable(model)
     saved = None if resume is None else open_stages(resume, model, plan.targets, batches)
     _warn_of_experts(plan.skips)
     _warn_of_filter(plan)
@@ -160,20 +164,13 @@ def replace_weight(
     else:
         multiplies = any(site.kind != "embedding" for site in target.sites)
         quantized = quantize_parameter(parameter, config, device, weight_only=not multiplies, quantizer=quantizer)
-    biases = [bias for site in target.sites for bias in _biases(site)]
+    biases = [bias for site in target.sites for bias in site.biases]
     moved = [] if device is None else [(bias, bias.data.to(device)) for bias in biases]
     for site in target.sites:
         site.module.register_parameter(site.attribute, quantized)
         _forget_skip(site)
     for bias, data in moved:
         bias.data = data
-
-
-def _biases(site: Site) -> list[nn.Parameter]:
-    """The biases of the module that a weight belongs to."""
-    names = ("bias",) if site.layout is None else site.layout.biases.values()
-    found = (site.module._parameters.get(name) for name in names)
-    return [bias for bias in found if bias is not None]
 
 
 _LEAVE_OUT_QUANTIZED = (
@@ -217,7 +214,7 @@ def _swap(
             if is_sequential:
                 round_all()
             if calibrated:
-                calibrate(model, calibrated, batches, replace, saved)
+                calibrate(model, calibrated, batches, replace, saved, device)
             round_all()
         except BaseException:
             _log_stop(name, done, total, saved)

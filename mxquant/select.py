@@ -65,6 +65,12 @@ class Site:
     def name(self) -> str:
         return _join(self.module_name, self.attribute)
 
+    @property
+    def biases(self) -> list[nn.Parameter]:
+        """Those of the module that the parameter belongs to."""
+        names = ("bias",) if self.layout is None else self.layout.biases.values()
+        return [bias for name in names if (bias := self.module._parameters.get(name)) is not None]
+
 
 @dataclass(frozen=True, eq=False)
 class Target:

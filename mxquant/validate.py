@@ -109,11 +109,11 @@ def _check_backend(
         raise ValueError(f"{name} {tuple(weight.shape)}: {error}") from None
 
 
-def check_calibration(calibration: object, targets: list[Target], device: torch.device | None) -> list[Any]:
+def check_calibration(calibration: object, targets: list[Target]) -> list[Any]:
     """The batches as a list, empty where no config needs any.
 
     Raises:
-        ValueError: batches are missing, none, or not used by any config; another device than the weights'.
+        ValueError: batches are missing, none, or not used by any config.
         TypeError: not an iterable of batches.
     """
     wanting = [target for target in targets if target.config.gptq is not None]
@@ -140,12 +140,20 @@ def check_calibration(calibration: object, targets: list[Target], device: torch.
             raise TypeError(f"a calibration batch is a tensor, a tuple or a dict; got {type(batch).__name__}")
     if not batches:
         raise ValueError("calibration holds no batches; a generator that was used before is empty")
-    for target in wanting:
-        if device is not None and target.parameter.device != device:
-            raise ValueError(
-                f"{target.name} is on {target.parameter.device}, and GPTQ runs the model where it is: call "
-                f"model.to({str(device)!r}) first, and leave device out"
-            )
     if len({target.config.gptq.sequential for target in wanting if target.config.gptq}) > 1:
         raise ValueError("some configs say GPTQ(sequential=True), others False; all of one call are calibrated alike")
     return batches
+
+
+def check_movable(model: nn.Module) -> None:
+    """Refuse a model whose blocks cannot be run on a device of the caller's choice.
+
+    Raises:
+        ValueError: accelerate's hooks say where its modules compute.
+    """
+    hooked = next((name for name, module in model.named_modules() if hasattr(module, "_hf_hook")), None)
+    if hooked is not None:
+        raise ValueError(
+            f"{hooked or 'the model'} has a hook of accelerate's that says where it computes, so that GPTQ cannot run "
+            "it on another device: load the model without device_map, or leave device out"
+        )

@@ -218,3 +218,28 @@ def test_goals_of_the_quantizer(load: Any) -> None:
         "quantize to mxfp4, 2048x8192, of a copy's rate": (">= 0.85", 0.9, True),
         "quantize to mxfp4, 2048x8192, times torchao compiled": (">= 1.0", 1.5, True),
     }
+
+
+# GPTQ on a GPU
+
+
+def test_each_place_and_mode_of_calibration_is_recorded(
+    load: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """On a CPU, of a model of a few weights; bytes on a GPU are counted from none to 10."""
+    pytest.importorskip("transformers")
+    module = load("gpu_calibration")
+    monkeypatch.setattr(module, "DEVICE", "cpu")
+    monkeypatch.setattr(module, "SIZES", {"SmolLM2-135M": module.Size(64, 96, 2, 1, 2)})
+    for name, value in (("memory_allocated", 0), ("max_memory_allocated", 10)):
+        monkeypatch.setattr(module.torch.cuda, name, lambda value=value: value)
+    for name in ("synchronize", "reset_peak_memory_stats"):
+        monkeypatch.setattr(module.torch.cuda, name, lambda: None)
+    monkeypatch.setattr(load("record"), "FOLDER", tmp_path)
+    module.main(["--sizes", "SmolLM2-135M", "--tokens", "512"])
+    rows = json.loads((tmp_path / "results" / "gpu_calibration.json").read_text())["results"]
+    assert [(row["place"], row["mode"]) for row in rows] == [
+        (place, mode) for place in ("gpu", "device") for mode in ("parallel", "sequential")
+    ]
+    assert all(row["seconds"] > 0 for row in rows)
+    assert [row["peak_bytes"] - 10 for row in rows] == [rows[0]["model_bytes"]] * 2 + [0] * 2

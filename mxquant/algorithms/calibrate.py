@@ -12,6 +12,7 @@ from torch import Tensor
 from mxquant.algorithms.gptq import Grid, gptq, rotated_hessian
 from mxquant.algorithms.hessians import Inputs, Observer
 from mxquant.algorithms.matrices import matrix_of
+from mxquant.algorithms.placement import Placement
 from mxquant.algorithms.resume import SavedStages
 from mxquant.algorithms.stages import Batch, Stage, block_stages, calibrating, model_stage, pass_on
 from mxquant.backends.base import Operand
@@ -33,6 +34,7 @@ def calibrate(
     batches: Sequence[Batch],
     replace: Replace,
     saved: SavedStages | None = None,
+    device: torch.device | None = None,
 ) -> None:
     """Quantize `targets`, all of whose configs ask for GPTQ, by what the model computes on `batches`.
 
@@ -43,15 +45,19 @@ def calibrate(
         batches: each what the model is called with: a tensor, a tuple of positional or a dict of keyword arguments.
         replace: puts a quantized weight in a target's place, given what finds the codes of its matrices.
         saved: stages that are there are taken from it instead of computed, others are added to it when finished.
+        device: where blocks run, one at a time, their weights are found and stay; None: where the model is.
     """
     sequential = all(_settings(target.config).sequential for target in targets)
-    replacing = _Replacing(replace)
+    placement = Placement(model, device, targets)
+    replacing = _Replacing(replace, placement)
     left = dict.fromkeys(targets)
     names = [target.name for target in targets]
     targets.clear()
-    with calibrating(model):
-        whole = model_stage(model, batches)
+    with calibrating(model), placement:
+        whole = model_stage(model, batches, placement)
         stages = block_stages(model, whole, names)
+        if stages:
+            whole.parts = [stage.module for stage in stages]
         outside = [target for target in left if not any(_is_inside(target, stage) for stage in stages)]
         if sequential and stages and (before := _seen_before(stages[0].module, whole, outside)):
             for target in before:
@@ -112,11 +118,12 @@ def _finish(
         outputs = _quantize_stage(stage, targets, sequential, replace, wants_outputs=wants_outputs)
         saved.write(number, {target.name: _current(target) for target in targets})
         return outputs
-    before = stage.run(lambda: None) if wants_outputs and not sequential else []
+    before = stage.run(lambda: None, wants_outputs=True) if wants_outputs and not sequential else []
     weights = saved.read(number)
     for target in targets:
-        replace(target, _among(_matrices_of(weights.pop(target.name), target)))
-    return stage.run(lambda: None) if wants_outputs and sequential else before
+        device = stage.placement.device or target.parameter.device
+        replace(target, _among(_matrices_of(weights.pop(target.name), target, device)))
+    return stage.run(lambda: None, wants_outputs=True) if wants_outputs and sequential else before
 
 
 def _current(target: Target) -> Tensor:
@@ -127,9 +134,8 @@ def _current(target: Target) -> Tensor:
     return weight
 
 
-def _matrices_of(weight: MXTensor, target: Target) -> dict[int, MXTensor]:
-    """A saved weight by the indices of its matrices, where the target is, with no rule for activations."""
-    device = target.parameter.device
+def _matrices_of(weight: MXTensor, target: Target, device: torch.device) -> dict[int, MXTensor]:
+    """A saved weight by the indices of its matrices, on a device, with no rule for activations."""
     parts = (None if inner is None else inner.to(device) for inner in weight.operand)
     operand = Operand(*parts)  # type: ignore[arg-type]
     there = MXTensor(operand, weight.with_activation(None).metadata, weight.shape)
@@ -140,10 +146,10 @@ def _quantize_stage(
     stage: Stage, targets: Sequence[Target], sequential: bool, replace: _Replacing, *, wants_outputs: bool
 ) -> list[Any]:
     """Quantize the weights of one stage. Its outputs are those of the stage as it was, or, sequential, as it is now."""
-    observer = Observer(targets)
+    observer, outputs = Observer(targets), list[Any]()
     try:
         if not sequential:
-            outputs = stage.run(observer.after_batch)
+            outputs = stage.run(observer.after_batch, wants_outputs=wants_outputs)
             for inputs in observer.found:
                 _replace_all(inputs, replace)
         else:
@@ -160,8 +166,8 @@ def _quantize_stage(
             _logger.warning("%s: no input was seen, so it is rounded to nearest", target.name)
             replace(target, round_to_nearest)
     if sequential and wants_outputs:
-        outputs = stage.run(lambda: None)
-    return outputs if wants_outputs else []
+        return stage.run(lambda: None, wants_outputs=True)
+    return outputs
 
 
 def _discover(stage: Stage, observer: Observer, targets: Sequence[Target]) -> None:
@@ -208,7 +214,7 @@ def _solve(targets: Sequence[Target], index: int, hessian: Tensor) -> list[MXTen
             f"{what}: calibration gives it inputs that are NaN, infinite or too large for sums of squares in fp32; "
             "find the batch by running the model on each, and leave it out"
         )
-    matrices = [matrix_of(target, index) for target in targets]
+    matrices = [matrix_of(target, index).to(hessian.device) for target in targets]
     w = [matrix.float() if config.rotation is None else rotate(matrix, config.rotation).float() for matrix in matrices]
     scales = [nvfp4_per_tensor_scale(one, config.scale_mode) for one in w] if fmt.per_tensor else [None] * len(w)
     grid = Grid(fmt, config.scale_mode, _one_a_row(scales, w))
@@ -243,12 +249,14 @@ def _one_a_row(scales: Sequence[Tensor | None], matrices: Sequence[Tensor]) -> T
 class _Replacing:
     """`Replace`, and a record of the matrices that saw too few tokens, for one warning about all of them."""
 
-    def __init__(self, replace: Replace) -> None:
+    def __init__(self, replace: Replace, placement: Placement) -> None:
         self._replace = replace
+        self._placement = placement
         self._few: list[str] = []
 
     def __call__(self, target: Target, quantizer: WeightQuantizer) -> None:
         self._replace(target, quantizer)
+        self._placement.keep(target)
 
     def solved(self, target: Target, found: dict[int, MXTensor], tokens: dict[int, int]) -> WeightQuantizer:
         """The quantizer that knows the answers; what has none is rounded to nearest, and noted."""

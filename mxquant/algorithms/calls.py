@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -19,18 +20,31 @@ class Part:
     index: int
 
 
-def fresh(call: Call) -> Call:
+def fresh(call: Call, device: torch.device | None = None) -> Call:
     """A call with tensors and caches of its own, so that a module may work on them in place or append to them.
 
     What is one object stays one: layers that share their inputs are told by that.
+
+    Args:
+        device: make the copies there, and send what else can be sent (an attention mask that is no tensor); None: where
+            the call is.
     """
 
     def copied(value: Any) -> Any:
         if isinstance(value, Tensor):
-            return value.clone()
-        return copy.deepcopy(value) if _is_cache(value) else value
+            return value.clone() if device is None else value.to(device, copy=True)
+        if _is_cache(value):
+            own = copy.deepcopy(value)
+            return own if device is None else _sent(own, device, set())
+        is_mover = not isinstance(value, (type, nn.Module)) and callable(getattr(value, "to", None))
+        return value.to(device) if is_mover and device is not None else value
 
     return _mapped(call, copied, {})
+
+
+def moved(value: Any, device: torch.device) -> Any:
+    """What a module gives, its tensors on a device."""
+    return _mapped(value, lambda one: one.to(device) if isinstance(one, Tensor) else one, {})
 
 
 def linked(call: Call, given: Sequence[Any]) -> Call:
@@ -62,6 +76,24 @@ def _is_cache(value: object) -> bool:
     return any(base.__name__.endswith("Cache") for base in type(value).__mro__)
 
 
+def _sent(value: Any, device: torch.device, seen: set[int]) -> Any:
+    """A cache with its tensors on a device, and those of its layers, which remember where they are."""
+    if isinstance(value, Tensor):
+        return value.to(device)
+    if isinstance(value, torch.device):
+        return device
+    if id(value) in seen:
+        return value
+    seen.add(id(value))
+    if type(value) in (tuple, list):
+        return type(value)(_sent(one, device, seen) for one in value)
+    if isinstance(value, dict):
+        value.update({key: _sent(one, device, seen) for key, one in value.items()})
+    elif hasattr(value, "__dict__") and not isinstance(value, type):
+        vars(value).update({key: _sent(one, device, seen) for key, one in vars(value).items()})
+    return value
+
+
 def _mapped(value: Any, change: Callable[[Any], Any], done: dict[int, Any]) -> Any:
     """`value` with what is in its tuples, lists and dicts changed, each object once: lists may hold themselves."""
     if id(value) in done:
@@ -72,8 +104,9 @@ def _mapped(value: Any, change: Callable[[Any], Any], done: dict[int, Any]) -> A
     elif type(value) is dict:
         found = done.setdefault(id(value), {})
         found.update((key, _mapped(one, change, done)) for key, one in value.items())
-    elif type(value) is tuple:
-        found = tuple(_mapped(one, change, done) for one in value)
+    elif type(value) is tuple or (isinstance(value, tuple) and hasattr(value, "_fields")):
+        parts = [_mapped(one, change, done) for one in value]
+        found = tuple(parts) if type(value) is tuple else type(value)(*parts)
     else:
         found = change(value)
     done[id(value)] = found

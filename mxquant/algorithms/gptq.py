@@ -17,12 +17,13 @@ import torch
 from torch import Tensor
 
 from mxquant.config import GPTQ
-from mxquant.formats.block import quantize_blocks
-from mxquant.formats.element import encode, round_to_element
+from mxquant.formats.element import encode
 from mxquant.formats.pack import pack_codes
 from mxquant.formats.scale import e4m3_to_float, e8m0_to_float
 from mxquant.formats.spec import Format
+from mxquant.kernels.columns import round_columns
 from mxquant.kernels.rotate import rotate
+from mxquant.tensor.construct import quantizer_for
 
 
 class Grid(NamedTuple):
@@ -69,8 +70,8 @@ def gptq(w_NK: Tensor, hessian_KK: Tensor, grid: Grid, settings: GPTQ) -> tuple[
             block = first // size
             scale_NB[:, block] = _quantize(w_KN[first:last].t(), grid)[1][:, 0]
             unit_KN = _units(scale_NB[:, block], grid).expand(last - first, n)
-        rounded_KN[first:last], error_KN = _round_columns(
-            w_KN[first:last], unit_KN, factor_KK[first:last, first:last], fmt
+        rounded_KN[first:last], error_KN = round_columns(
+            w_KN[first:last], unit_KN, factor_KK[first:last, first:last], fmt.element
         )
         w_KN[last:].addmm_(factor_KK[first:last, last:].t(), error_KN, alpha=-1)
     in_place_KN = torch.empty_like(rounded_KN)
@@ -79,21 +80,9 @@ def gptq(w_NK: Tensor, hessian_KK: Tensor, grid: Grid, settings: GPTQ) -> tuple[
     return pack_codes(codes_NK, fmt.element.bits)[:, : fmt.packed_size(k)].contiguous(), scale_NB
 
 
-def _round_columns(w_KN: Tensor, unit_KN: Tensor, factor_KK: Tensor, fmt: Format) -> tuple[Tensor, Tensor]:
-    """The columns of one block (here rows) rounded in units of their scales, and their errors over the factor's
-    diagonal. `w_KN` is worked on in place.
-    """
-    rounded_KN, error_KN = torch.empty_like(w_KN), torch.empty_like(w_KN)
-    diagonal = factor_KK.diagonal().tolist()
-    for i, pivot in enumerate(diagonal):
-        rounded_KN[i] = round_to_element(w_KN[i] / unit_KN[i], fmt.element)
-        torch.div(w_KN[i].addcmul(rounded_KN[i], unit_KN[i], value=-1), pivot, out=error_KN[i])
-        w_KN[i + 1 :].addr_(factor_KK[i, i + 1 :], error_KN[i], alpha=-1)
-    return rounded_KN, error_KN
-
-
 def _quantize(w_NK: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
-    return quantize_blocks(w_NK, grid.format, grid.scale_mode, per_tensor_scale=grid.per_tensor_scale)
+    quantizer = quantizer_for(w_NK, grid.format, grid.scale_mode)
+    return quantizer(w_NK, grid.format, grid.scale_mode, per_tensor_scale=grid.per_tensor_scale)
 
 
 def _units(scale: Tensor, grid: Grid) -> Tensor:
@@ -112,11 +101,16 @@ def _inverse_factor(hessian_KK: Tensor, damping: float) -> Tensor:
     From the Cholesky factor of the Hessian read backwards: as accurate as inverting it and factoring the inverse, at
     half the work.
     """
+    backwards = torch.linalg.cholesky(_damped(hessian_KK, damping).flip(0, 1)).flip(0, 1)
+    identity = torch.eye(backwards.shape[0], dtype=backwards.dtype, device=backwards.device)
+    return torch.linalg.solve_triangular(backwards, identity, upper=True).float()
+
+
+def _damped(hessian_KK: Tensor, damping: float) -> Tensor:
+    """The Hessian in fp64, its diagonal increased."""
     damped = hessian_KK.double()
     diagonal = damped.diagonal()
     mean = diagonal.mean()
     # Inputs that are always zero, and a Hessian of nothing but those.
     diagonal.add_(damping * mean + (mean == 0))
-    backwards = torch.linalg.cholesky(damped.flip(0, 1)).flip(0, 1)
-    identity = torch.eye(damped.shape[0], dtype=damped.dtype, device=damped.device)
-    return torch.linalg.solve_triangular(backwards, identity, upper=True).float()
+    return damped

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mxquant.algorithms.calls import Call, Part, filled, fresh, linked, parts_of, version_of
+from mxquant.algorithms.calls import Call, Part, filled, fresh, linked, moved, parts_of, version_of
+from mxquant.algorithms.placement import Placement
 
 Batch = Tensor | Sequence[Any] | Mapping[str, Any]
 
@@ -28,34 +29,48 @@ class _NoChain(Exception):
 
 
 class Stage:
-    """A module, and how it is called for each batch."""
+    """A module, how it is called for each batch, and where it runs: at once, or one of its parts after the other."""
 
-    def __init__(self, name: str, module: nn.Module, calls: Sequence[Call]) -> None:
+    def __init__(
+        self,
+        name: str,
+        module: nn.Module,
+        calls: Sequence[Call],
+        placement: Placement,
+        parts: Sequence[nn.Module] | None = None,
+    ) -> None:
         self.name = name
         self.module = module
         self.calls = list(calls)
+        self.placement = placement
+        self.parts = [module] if parts is None else list(parts)
 
-    def run(self, after_batch: Callable[[], None]) -> list[Any]:
-        """What the module gives for each batch; None where a hook raised `Stop`."""
+    def run(self, after_batch: Callable[[], None], *, wants_outputs: bool = False) -> list[Any]:
+        """What the module gives for each batch, where the model is: None where a hook raised `Stop`; or, not wanted,
+        nothing.
+        """
         outputs = []
-        for call in self.calls:
-            args, kwargs = fresh(call)
-            try:
-                outputs.append(self.module(*args, **kwargs))
-            except Stop:
-                outputs.append(None)
-            after_batch()
+        with self.placement.running(self.module, self.parts) as device:
+            for call in self.calls:
+                args, kwargs = fresh(call, device)
+                try:
+                    output = self.module(*args, **kwargs)
+                except Stop:
+                    output = None
+                if wants_outputs:
+                    outputs.append(moved(output, self.placement.home))
+                after_batch()
         return outputs
 
     def first(self) -> Stage:
         """The stage with its first batch only."""
-        return Stage(self.name, self.module, self.calls[:1])
+        return Stage(self.name, self.module, self.calls[:1], self.placement, self.parts)
 
 
-def model_stage(model: nn.Module, batches: Sequence[Batch]) -> Stage:
-    """The whole model as one stage, its batches where its first parameter is that is not on the meta device."""
-    device = next((p.device for p in model.parameters() if not p.is_meta), torch.device("cpu"))
-    return Stage("", model, [_call_of(batch, device) for batch in batches])
+def model_stage(model: nn.Module, batches: Sequence[Batch], placement: Placement | None = None) -> Stage:
+    """The whole model as one stage, its batches where it is."""
+    placement = Placement(model) if placement is None else placement
+    return Stage("", model, [_call_of(batch, placement.home) for batch in batches], placement)
 
 
 def block_stages(model: nn.Module, whole: Stage, weight_names: Sequence[str]) -> list[Stage]:
@@ -63,13 +78,15 @@ def block_stages(model: nn.Module, whole: Stage, weight_names: Sequence[str]) ->
     none or they do not simply follow each other.
     """
     name, blocks = _block_list(model, weight_names)
+    placement = whole.placement
     if blocks is None:
         return []
     try:
-        calls = [_record(model, call, list(blocks)) for call in whole.calls]
+        with placement.running(model, (), apart=list(blocks)):
+            calls = [_record(model, call, list(blocks), placement) for call in whole.calls]
     except _NoChain:
         return []
-    return [Stage(f"{name}.{i}", block, [call[i] for call in calls]) for i, block in enumerate(blocks)]
+    return [Stage(f"{name}.{i}", block, [call[i] for call in calls], placement) for i, block in enumerate(blocks)]
 
 
 def pass_on(outputs: Sequence[Any], following: Stage) -> None:
@@ -119,7 +136,7 @@ def _block_list(model: nn.Module, weight_names: Sequence[str]) -> tuple[str, nn.
     return best[1:]
 
 
-def _record(model: nn.Module, call: Call, blocks: list[nn.Module]) -> list[Call]:
+def _record(model: nn.Module, call: Call, blocks: list[nn.Module], placement: Placement) -> list[Call]:
     """What the model passes to each block; only the first one computes, to show what a block gives.
 
     What of a call the block before gave is a `Part` of that, for `pass_on`.
@@ -147,8 +164,7 @@ def _record(model: nn.Module, call: Call, blocks: list[nn.Module]) -> list[Call]
             if index == len(blocks) - 1:
                 raise Stop
             if not given:
-                own_args, own_kwargs = fresh(called)
-                given.append(forward(*own_args, **own_kwargs))
+                given.append(placement.call(blocks[0], forward, called))
                 versions.extend(version_of(part) for part in parts_of(given[0]))
             return given[0]
 

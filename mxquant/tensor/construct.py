@@ -145,7 +145,7 @@ def _quantize(
 ) -> list[Tensor]:
     """Codes and scales of `x` along its last axis, and the per-tensor scale for NVFP4."""
     fmt = get_format(format)
-    quantizer = _quantizer_for(x, fmt, mode)
+    quantizer = quantizer_for(x, fmt, mode)
     if rotation is not None:
         # The kernel rotates in registers, but a per-tensor scale has to be known before.
         if quantizer is quantize_blocks or (fmt.per_tensor and per_tensor_scale is None):
@@ -164,7 +164,7 @@ def _quantize(
     return [qdata, scale] if per_tensor_scale is None else [qdata, scale, per_tensor_scale]
 
 
-def _quantizer_for(x: Tensor, fmt: Format, mode: str) -> Callable[..., tuple[Tensor, Tensor]]:
+def quantizer_for(x: Tensor, fmt: Format, mode: str) -> Callable[..., tuple[Tensor, Tensor]]:
     """The kernel where there is one, else the reference; both give the same bytes."""
     if x.is_cuda and x.dtype != torch.float64 and has_triton() and mode not in fmt.searched_scale_modes:
         from mxquant.kernels import cast  # imports triton, which is not everywhere

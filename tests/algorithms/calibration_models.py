@@ -42,9 +42,9 @@ class Experts(nn.Module):
         return experts_forward(self, x, ids, weights)
 
 
-def routing(tokens: int) -> Tensor:
+def routing(tokens: int, device: torch.device | None = None) -> Tensor:
     """Two experts of the first three for each token, whatever it is: quantizing must not change who gets what."""
-    places = torch.arange(tokens)
+    places = torch.arange(tokens, device=device)
     return torch.stack([places % 3, places // 3 % 3], 1)
 
 
@@ -59,7 +59,7 @@ class MoEBlock(nn.Module):
 
     def forward(self, hidden_states: Tensor, scale: float = 1.0) -> Tensor:
         x = self.norm(hidden_states).flatten(0, -2)
-        ids = routing(x.shape[0])
+        ids = routing(x.shape[0], x.device)
         y = self.experts(x, ids, x[:, 2:4].sigmoid())
         return hidden_states + scale * y.view(hidden_states.shape)
 

@@ -144,3 +144,10 @@ def test_to_the_experts_and_back(device: torch.device) -> None:
 
     test_sums_are_those_of_the_twin(40, torch.bfloat16, torch.float32, device)
     test_gates_are_those_of_the_twin(40, torch.bfloat16, KnownGate(True, 7.0, 1.702), device)
+
+
+def test_columns_in_turn(device: torch.device) -> None:
+    from kernels.test_columns import test_bits_of_the_twin
+
+    for size, rows in ((5, 33), (32, 1061), (1, 7)):
+        test_bits_of_the_twin("nvfp4", size, rows, True, device)
