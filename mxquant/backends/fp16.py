@@ -40,6 +40,7 @@ class FP16(Backend):
 
     name: ClassVar[str] = "fp16"
     layout: ClassVar[Layout | None] = Tiles()
+    gates: ClassVar[bool] = True
 
     def reject(self, problem: Problem) -> str | None:
         if reason := reject_device(problem):

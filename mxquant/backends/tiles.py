@@ -128,10 +128,10 @@ def multiply_groups(x: Tensor, weights: Operand, bias: Tensor | None, groups: Gr
         return x.new_empty(0, n)
     weights = aligned(weights)
     x, bias = walkable(x, bias)
-    rotated = _rotated(problem)
     return tiled.multiply_groups(
-        x, weights.qdata, weights.scale, bias, *groups, n, mode, problem.dtype, rotated=rotated
-    )
+        x, weights.qdata, weights.scale, bias, *groups, n, mode, problem.dtype,
+        gate=problem.gate, rotated=_rotated(problem),
+    )  # fmt: skip
 
 
 def _rotated(problem: Problem) -> bool:

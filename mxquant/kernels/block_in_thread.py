@@ -32,14 +32,20 @@ def load_pairs(x: tl.tensor) -> tl.tuple:
     """
     words: tl.tuple = ()
     for i in tl.static_range(0, 32, 8):
-        bits = tl.load(x[:, None] + (i + tl.arange(0, 8)[None, :])).to(tl.int16, bitcast=True)
-        low, high = tl.split(tl.reshape(bits, [bits.shape[0], 2, 2, 2]))
-        low_even, low_odd = tl.split(low)
-        high_even, high_odd = tl.split(high)
-        a, c = tl.split(pair(low_even.to(tl.int32), high_even.to(tl.int32)))
-        b, d = tl.split(pair(low_odd.to(tl.int32), high_odd.to(tl.int32)))
-        words = words + (a, b, c, d)
+        words = words + four_pairs(tl.load(x[:, None] + (i + tl.arange(0, 8)[None, :])))
     return words
+
+
+@triton.jit
+def four_pairs(eight: tl.tensor) -> tl.tuple:
+    """The four words of eight halves [BLOCKS, 8]."""
+    bits = eight.to(tl.int16, bitcast=True)
+    low, high = tl.split(tl.reshape(bits, [bits.shape[0], 2, 2, 2]))
+    low_even, low_odd = tl.split(low)
+    high_even, high_odd = tl.split(high)
+    a, c = tl.split(pair(low_even.to(tl.int32), high_even.to(tl.int32)))
+    b, d = tl.split(pair(low_odd.to(tl.int32), high_odd.to(tl.int32)))
+    return a, b, c, d
 
 
 @triton.jit

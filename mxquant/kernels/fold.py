@@ -8,6 +8,9 @@ NaN, never a clamp: the matmul recomputes them.
 bf16 activations are folded into FP16: rows whose largest magnitude is brought below 2^15, where values down to 2^-32
 of it keep all their bits. Rows with smaller ones get NaN likewise.
 
+What comes out of an expert's first matmul is gated on the way: read as gates and ups, rounded to bf16 as `gate_rows`
+does, and rotated and quantized as any row. No gated row is written, but those that the matmul recomputes.
+
 For `tiled_matmul` the columns are permuted within each 128, as its registers hold the weight: in FP8, position
 32j + 16h + 4t + b holds column 32t + 8j + 4h + b; in FP16, position 32q + 16o + 8h + 2t + e holds column
 32t + 8q + 4o + 2e + h. A product does not change when both sides are permuted alike.
@@ -37,6 +40,8 @@ from mxquant.kernels.block_in_thread import (
 )
 from mxquant.kernels.butterfly import rotate_block
 from mxquant.kernels.encode_pairs import encode_pairs, largest_of_pairs
+from mxquant.kernels.gate import KnownGate
+from mxquant.kernels.gate_rows import load_gated, load_gated_pairs
 from mxquant.kernels.launch import cached_launch, cdiv, next_power_of_2
 from mxquant.kernels.overlap import let_next_start
 from mxquant.kernels.plan import Buffer, Step
@@ -63,40 +68,32 @@ def folding(
     scale_mode: str | None,
     *,
     permute: bool = True,
+    gate: KnownGate | None = None,
     rotated: bool = False,
-    unfit_only: bool = False,
 ) -> tuple[dict[str, Buffer], Step]:
-    """The step from "x" to "values" and "row_scale", and these: of `fold_activation`, or, where `scale_mode` is None,
-    of `fold_bfloat16`. Where rows are `rotated`, "rotated" as well: what a matmul recomputes rows from, instead of "x",
-    and its rows lie `k` apart; `unfit_only`: no other row is written to it.
+    """The step from "x" to "values" and "row_scale", and these: of `fold_input`. With a gate or rotated, "before" as
+    well: what a matmul recomputes rows that do not fit from, instead of "x"; rows lie `k` apart, no others are written.
     """
     width = _padded(k) if permute else k
     buffers = {"values": Buffer((m, width), torch.float16 if scale_mode is None else torch.float8_e5m2)}
     buffers["row_scale"] = Buffer((m, 1), torch.float32)
+    before = "x"
+    if rotated or gate is not None:
+        before, buffers["before"] = "before", Buffer((m, k), torch.bfloat16)
     if scale_mode is None:
         block_k = min(next_power_of_2(width), _LONGEST_IN_REGISTERS)
         warps = max(1, min(16, block_k // 512))
-        constants: dict[str, Any] = {"BLOCK_K": block_k, "num_warps": warps}
-        return buffers, Step(_fold_bfloat16_kernel, (m,), ("x", *buffers, k, width, x_stride), constants)
-    if rotated:
-        buffers["rotated"] = Buffer((m, k), torch.bfloat16)
+        constants: dict[str, Any] = {"GATE": gate, "BLOCK_K": block_k, "num_warps": warps}
+        columns = "x", "values", "row_scale", before, k, width, x_stride
+        return buffers, Step(_fold_bfloat16_kernel, (m,), columns, constants)
     blocks = min(next_power_of_2(width // 32), _LONGEST_IN_REGISTERS // 32)
     rows = _INTERPRETED_ROWS if INTERPRETED.value else max(1, 32 // blocks)
     constants = {
-        "MODE": scale_mode, "PERMUTE": permute, "ROTATED": rotated, "UNFIT_ONLY": unfit_only, "ROWS": rows,
-        "BLOCKS": blocks, "ONE_PART": width <= 32 * blocks, "TOP": TOP, "SPAN": SPAN,
-        "num_warps": max(1, rows * blocks // 32),
+        "MODE": scale_mode, "PERMUTE": permute, "GATE": gate, "ROTATED": rotated, "ROWS": rows, "BLOCKS": blocks,
+        "ONE_PART": width <= 32 * blocks, "TOP": TOP, "SPAN": SPAN, "num_warps": max(1, rows * blocks // 32),
     }  # fmt: skip
-    arguments = "x", "values", "row_scale", "rotated" if rotated else "x", m, k, width, x_stride
+    arguments = "x", "values", "row_scale", before, m, k, width, x_stride
     return buffers, Step(_fold_activation_kernel, (cdiv(m, rows),), arguments, constants)
-
-
-def _fold(x: Tensor, scale_mode: str | None, *, permute: bool, rotated: bool = False) -> list[Tensor]:
-    m, k = x.shape
-    buffers, step = folding(m, k, x.stride(0), scale_mode, permute=permute, rotated=rotated, unfit_only=True)
-    made = {name: buffer.empty(x.device) for name, buffer in buffers.items()}
-    step.launch({"x": x, **made})
-    return list(made.values())
 
 
 def fold_activation(x: Tensor, scale_mode: str, *, permute: bool) -> tuple[Tensor, Tensor]:
@@ -110,32 +107,29 @@ def fold_activation(x: Tensor, scale_mode: str, *, permute: bool) -> tuple[Tenso
     Returns:
         values, float8_e5m2 [M, K or wider]; row scales, fp32 [M, 1], NaN of rows that do not fit (span, Inf or NaN).
     """
-    values, row_scale = _fold(x, scale_mode, permute=permute)
+    values, row_scale, _ = fold_input(x, scale_mode, permute=permute)
     return values, row_scale
 
 
-def fold_rotated(x: Tensor, scale_mode: str, *, permute: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """As `fold_activation`, of bf16 rows rotated in blocks of 32 columns first: in fp32, rounded to bf16.
+def fold_input(
+    x: Tensor, scale_mode: str | None, *, permute: bool, rotated: bool = False, gate: KnownGate | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What a product of many rows starts from, as its activations ask: those of `fold_activation`, or, where
+    `scale_mode` is None, of `fold_bfloat16`.
+
+    Args:
+        rotated: bf16 rows that are quantized are rotated first, in blocks of 32 columns: in fp32, rounded to bf16.
+        gate: `x` is bf16 [M, 2K], and goes through it before all else.
 
     Returns:
-        values and row scales; and the rotated rows, bf16 [M, K], of which only those that do not fit are written.
+        values; row scales; and the rows that those which do not fit are recomputed from: `x`, or bf16 [M, K], gated and
+        rotated, of which no others are written.
     """
-    values, row_scale, rotated = _fold(x, scale_mode, permute=permute, rotated=True)
-    return values, row_scale, rotated
-
-
-def fold_input(x: Tensor, scale_mode: str | None, *, permute: bool, rotated: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """What a product of many rows starts from, as its activations ask: `fold_activation`, `fold_rotated`, or, where
-    `scale_mode` is None, `fold_bfloat16`.
-
-    Returns:
-        values; row scales; and the rows that those which do not fit are recomputed from.
-    """
-    if scale_mode is None:
-        return *fold_bfloat16(x), x
-    if rotated:
-        return fold_rotated(x, scale_mode, permute=permute)
-    return *fold_activation(x, scale_mode, permute=permute), x
+    m, k = x.shape[0], x.shape[1] if gate is None else x.shape[1] // 2
+    buffers, step = folding(m, k, x.stride(0), scale_mode, permute=permute, gate=gate, rotated=rotated)
+    made = {name: buffer.empty(x.device) for name, buffer in buffers.items()}
+    step.launch({"x": x, **made})
+    return made["values"], made["row_scale"], made.get("before", x)
 
 
 def fold_activation_torch(x: Tensor, scale_mode: str, *, permute: bool, rotated: bool = False) -> tuple[Tensor, Tensor]:
@@ -168,7 +162,7 @@ def fold_bfloat16(x: Tensor) -> tuple[Tensor, Tensor]:
         values, float16 [M, K], with zeros up to a multiple of 128; row scales, fp32 [M, 1], NaN of rows that do not
         fit.
     """
-    values, row_scale = _fold(x, None, permute=True)
+    values, row_scale, _ = fold_input(x, None, permute=True)
     return values, row_scale
 
 
@@ -212,16 +206,18 @@ def quantize_mxfp4(value: tl.tensor, MODE: tl.constexpr) -> tuple[tl.tensor, ...
 
 @triton.jit
 def _quantize_part(
-    x: tl.tensor, DTYPE: tl.constexpr, MODE: tl.constexpr, ROTATED: tl.constexpr
+    x: tl.tensor, block: tl.tensor, K: tl.tensor, MODE: tl.constexpr, GATE: tl.constexpr, ROTATED: tl.constexpr
 ) -> tuple[tl.tuple, tl.tuple, tl.tensor, tl.tensor]:
-    """Pairs and codes of the blocks that begin at `x`, one in each thread, their exponents, 255 for Inf and NaN, and
-    whether they are empty.
+    """Pairs and codes of blocks of the rows that begin at `x`, one in each thread, their exponents, 255 for Inf and
+    NaN, and whether they are empty.
     """
-    pairs = load_pairs(x)
+    DTYPE: tl.constexpr = x.dtype.element_ty
+    pairs = load_pairs(x + block * 32) if GATE is None else load_gated_pairs(x, block, K, GATE)
     if ROTATED:
         tl.static_assert(tl.bfloat16 == DTYPE)
         pairs = nearest_pairs(rotate_block(fp32_values(pairs, DTYPE)))
     elif tl.bfloat16 != DTYPE:
+        tl.static_assert(GATE is None)
         pairs = odd_pairs(fp32_values(pairs, DTYPE))
     exponent = e8m0_from_amax(largest_of_pairs(pairs), 2, 1, 7, MODE)
     codes = encode_pairs(pairs, e8m0_reciprocal(exponent), 2, 1, 7, MODE == "floor")
@@ -292,15 +288,15 @@ def _fold_activation_kernel(
     x: tl.tensor,
     values: tl.tensor,
     row_scale: tl.tensor,
-    rotated: tl.tensor,
+    before: tl.tensor,
     M: tl.tensor,
     K: tl.tensor,
     width: tl.tensor,
     x_stride: tl.tensor,
     MODE: tl.constexpr,
     PERMUTE: tl.constexpr,
+    GATE: tl.constexpr,
     ROTATED: tl.constexpr,
-    UNFIT_ONLY: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCKS: tl.constexpr,
     ONE_PART: tl.constexpr,
@@ -309,18 +305,17 @@ def _fold_activation_kernel(
 ) -> None:
     """Some rows. ONE_PART: they stay in registers. In place of rows and blocks that aren't there, the last are read."""
     let_next_start()
-    DTYPE: tl.constexpr = x.dtype.element_ty
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     row = _each_block(rows, ROWS, BLOCKS)
     x += tl.minimum(row, M - 1) * x_stride
     block = tl.arange(0, ROWS * BLOCKS) % BLOCKS
     last = K // 32 - 1
-    pairs, codes, exponent, empty = _quantize_part(x + tl.minimum(block, last) * 32, DTYPE, MODE, ROTATED)
+    pairs, codes, exponent, empty = _quantize_part(x, tl.minimum(block, last), K, MODE, GATE, ROTATED)
     highest, lowest = _extremes(exponent, empty, ROWS, BLOCKS)
     if not ONE_PART:
         for first in range(BLOCKS, width // 32, BLOCKS):
-            part = x + tl.minimum(first + block, last) * 32
-            pairs, codes, exponent, empty = _quantize_part(part, DTYPE, MODE, ROTATED)
+            part = tl.minimum(first + block, last)
+            pairs, codes, exponent, empty = _quantize_part(x, part, K, MODE, GATE, ROTATED)
             high, low = _extremes(exponent, empty, ROWS, BLOCKS)
             highest, lowest = tl.maximum(highest, high), tl.minimum(lowest, low)
     fits = (highest - lowest <= SPAN) & (highest != 255)
@@ -328,16 +323,14 @@ def _fold_activation_kernel(
 
     for first in range(0, width // 32, BLOCKS):
         if not ONE_PART:
-            part = x + tl.minimum(first + block, last) * 32
-            pairs, codes, exponent, empty = _quantize_part(part, DTYPE, MODE, ROTATED)
+            part = tl.minimum(first + block, last)
+            pairs, codes, exponent, empty = _quantize_part(x, part, K, MODE, GATE, ROTATED)
         relative = exponent - _each_block(highest, ROWS, BLOCKS) + TOP
         folded = _folded_words(pairs, codes, relative, first + block <= last)
         _store_folded(values, folded, rows, first, M, width, PERMUTE, ROWS, BLOCKS)
-        if ROTATED and (not UNFIT_ONLY or tl.min(fits.to(tl.int32), 0) == 0):
-            wanted = (row < M) & (first + block <= last)
-            if UNFIT_ONLY:
-                wanted &= _each_block(fits.to(tl.int32), ROWS, BLOCKS) == 0
-            into = rotated.to(tl.pointer_type(tl.int32), bitcast=True) + row * (K // 2)
+        if (ROTATED or GATE is not None) and tl.min(fits.to(tl.int32), 0) == 0:
+            wanted = (row < M) & (first + block <= last) & (_each_block(fits.to(tl.int32), ROWS, BLOCKS) == 0)
+            into = before.to(tl.pointer_type(tl.int32), bitcast=True) + row * (K // 2)
             store_block(into, pairs, first + block, wanted)
 
 
@@ -347,28 +340,43 @@ def _fold_bfloat16_kernel(
     x: tl.tensor,
     values: tl.tensor,
     row_scale: tl.tensor,
+    before: tl.tensor,
     K: tl.tensor,
     width: tl.tensor,
     x_stride: tl.tensor,
+    GATE: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ) -> None:
     let_next_start()
     row = tl.program_id(0).to(tl.int64)
     x += row * x_stride
     values += row * width
-    column = tl.arange(0, BLOCK_K)
     # The last part is read first, and stays in registers where the row is one part.
     last = (width - 1) // BLOCK_K * BLOCK_K
-    value = fp32_bits(tl.load(x + last + column, mask=last + column < K, other=0.0))
+    value = _load_columns(x, last, K, GATE, BLOCK_K)
     largest = tl.max(value & 0x7FFFFFFF, 0)
     for start in range(0, last, BLOCK_K):
-        largest = tl.maximum(largest, tl.max(fp32_bits(tl.load(x + start + column)) & 0x7FFFFFFF, 0))
+        largest = tl.maximum(largest, tl.max(_load_columns(x, start, K, GATE, BLOCK_K) & 0x7FFFFFFF, 0))
     exponent = tl.minimum(tl.maximum((largest >> 23) - 14, 1), 253) - 127
     missed = _store_folded_bfloat16(values + last, value, exponent, width - last, BLOCK_K)
     for start in range(0, last, BLOCK_K):
-        part = fp32_bits(tl.load(x + start + column))
+        part = _load_columns(x, start, K, GATE, BLOCK_K)
         missed = tl.maximum(missed, _store_folded_bfloat16(values + start, part, exponent, width - start, BLOCK_K))
     tl.store(row_scale + row, tl.where(missed == 0, power_of_two(exponent), float("nan")))
+    if GATE is not None and missed != 0:
+        column = tl.arange(0, BLOCK_K)
+        for start in range(0, width, BLOCK_K):
+            gated = load_gated(x, start, K, GATE, BLOCK_K)
+            tl.store(before + row * K + start + column, gated, mask=start + column < K)
+
+
+@triton.jit
+def _load_columns(x: tl.tensor, start: tl.tensor, K: tl.tensor, GATE: tl.constexpr, BLOCK_K: tl.constexpr) -> tl.tensor:
+    """The fp32 bits of columns of a row from `start` on; beyond K, zeros."""
+    if GATE is not None:
+        return fp32_bits(load_gated(x, start, K, GATE, BLOCK_K))
+    column = start + tl.arange(0, BLOCK_K)
+    return fp32_bits(tl.load(x + column, mask=column < K, other=0.0))
 
 
 @triton.jit
