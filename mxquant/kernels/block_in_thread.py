@@ -17,11 +17,7 @@ def load_block(words_ptr: tl.tensor, block: tl.tensor, WORDS: tl.constexpr) -> t
     """The words of each block, by vectors of four."""
     words: tl.tuple = ()
     for i in tl.static_range(0, WORDS, 4):
-        four = tl.load(words_ptr + block[:, None] * WORDS + (i + tl.arange(0, 4)[None, :]))
-        even, odd = tl.split(tl.reshape(four, [four.shape[0], 2, 2]))
-        a, c = tl.split(even)
-        b, d = tl.split(odd)
-        words = words + (a, b, c, d)
+        words = words + four_words(tl.load(words_ptr + block[:, None] * WORDS + (i + tl.arange(0, 4)[None, :])))
     return words
 
 
@@ -45,6 +41,15 @@ def four_pairs(eight: tl.tensor) -> tl.tuple:
     high_even, high_odd = tl.split(high)
     a, c = tl.split(pair(low_even.to(tl.int32), high_even.to(tl.int32)))
     b, d = tl.split(pair(low_odd.to(tl.int32), high_odd.to(tl.int32)))
+    return a, b, c, d
+
+
+@triton.jit
+def four_words(words: tl.tensor) -> tl.tuple:
+    """Words [BLOCKS, 4] as a tuple."""
+    even, odd = tl.split(tl.reshape(words, [words.shape[0], 2, 2]))
+    a, c = tl.split(even)
+    b, d = tl.split(odd)
     return a, b, c, d
 
 

@@ -14,10 +14,31 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mxquant.kernels.block_in_thread import four_pairs
+from mxquant.kernels.bf16_pairs import halves, nearest_pair
+from mxquant.kernels.block_in_thread import four_pairs, four_words, joined_words
 from mxquant.kernels.gate import KnownGate
 from mxquant.kernels.launch import cached_launch, cdiv
-from mxquant.kernels.triton_numerics import from_fp32
+from mxquant.kernels.triton_numerics import INTERPRETED, from_fp32
+
+_HAS_PTX = tl.constexpr(not INTERPRETED.value and torch.version.hip is None)
+_SIGMOID_PTX = tl.constexpr(
+    """{
+        .reg .f32 power;
+        mul.f32 power, $1, 0fBFB8AA3B;
+        ex2.approx.ftz.f32 power, power;
+        add.f32 power, power, 0f3F800000;
+        rcp.approx.ftz.f32 $0, power;
+    }"""
+)
+# Two at a time: alone, a conversion to bf16 is as slow as an exponential.
+_ROUNDED_PTX = tl.constexpr(
+    """{
+        .reg .b32 both;
+        cvt.rn.bf16x2.f32 both, $3, $2;
+        shl.b32 $0, both, 16;
+        and.b32 $1, both, 0xFFFF0000;
+    }"""
+)
 
 
 def gate(both_S2F: Tensor, known: KnownGate) -> Tensor:
@@ -57,7 +78,7 @@ def load_gated(row: tl.tensor, start: tl.tensor, F: tl.tensor, GATE: tl.constexp
         column = start + tl.arange(0, BLOCK)
         gates = tl.load(row + column, mask=column < F, other=0.0)
         up = tl.load(row + F + column, mask=column < F, other=0.0)
-    return _gated(gates, up, GATE)
+    return from_fp32(_gated(gates.to(tl.float32), up.to(tl.float32), gates.dtype, GATE), gates.dtype)
 
 
 @triton.jit
@@ -71,30 +92,49 @@ def load_gated_pairs(row: tl.tensor, block: tl.tensor, F: tl.tensor, GATE: tl.co
     for i in tl.static_range(0, 32, 8):
         if GATE.interleaved:
             at = (row + block * 64)[:, None] + (2 * i + eight)
-            both = tl.permute(tl.join(tl.load(at), tl.load(at + 8)), (0, 2, 1))
-            gates, up = tl.split(tl.reshape(both, (row.shape[0], 8, 2)))
+            gates, up = halves(joined_words(four_pairs(tl.load(at)) + four_pairs(tl.load(at + 8))))
         else:
             at = (row + block * 32)[:, None] + (i + eight)
-            gates, up = tl.load(at), tl.load(at + F)
-        words = words + four_pairs(_gated(gates, up, GATE))
+            gates, up = _eight_bits(tl.load(at)), _eight_bits(tl.load(at + F))
+        gated = _gated(gates.to(tl.float32, bitcast=True), up.to(tl.float32, bitcast=True), tl.bfloat16, GATE)
+        even, odd = tl.split(tl.reshape(gated, (row.shape[0], 4, 2)))
+        words = words + four_words(nearest_pair(even, odd))
     return words
 
 
 @triton.jit
-def _gated(gates: tl.tensor, up: tl.tensor, GATE: tl.constexpr) -> tl.tensor:
-    dtype = gates.dtype
-    gates, up = gates.to(tl.float32), up.to(tl.float32)
+def _eight_bits(eight: tl.tensor) -> tl.tensor:
+    """The fp32 bits of bf16 numbers [BLOCKS, 8], which come in words."""
+    low, high = halves(joined_words(four_pairs(eight)))
+    return tl.reshape(tl.join(low, high), (eight.shape[0], 8))
+
+
+@triton.jit
+def _gated(gates: tl.tensor, up: tl.tensor, dtype: tl.constexpr, GATE: tl.constexpr) -> tl.tensor:
+    """In fp32, the last product yet to be rounded to `dtype`."""
     if GATE.limit is None:
-        gated = _rounded(gates / (1 + tl.exp(-gates)), dtype) * up
+        return _rounded(gates * _sigmoid(gates), dtype) * up
     else:
-        # Comparisons, which let NaN through as torch's clamp does.
-        gates = tl.where(gates > GATE.limit, GATE.limit, gates)
-        up = tl.where(up > GATE.limit, GATE.limit, tl.where(up < -GATE.limit, -GATE.limit, up))
-        sigmoid = _rounded(1 / (1 + tl.exp(-_rounded(gates * GATE.alpha, dtype))), dtype)
-        gated = _rounded(up + 1, dtype) * _rounded(gates * sigmoid, dtype)
-    return from_fp32(gated, dtype)
+        # NaN goes through, as in torch's clamp.
+        gates = tl.minimum(gates, GATE.limit, propagate_nan=tl.PropagateNan.ALL)
+        up = tl.minimum(up, GATE.limit, propagate_nan=tl.PropagateNan.ALL)
+        up = tl.maximum(up, -GATE.limit, propagate_nan=tl.PropagateNan.ALL)
+        sigmoid = _rounded(_sigmoid(_rounded(gates * GATE.alpha, dtype)), dtype)
+        return _rounded(up + 1, dtype) * _rounded(gates * sigmoid, dtype)
+
+
+@triton.jit
+def _sigmoid(value: tl.tensor) -> tl.tensor:
+    """1 / (1 + exp(-value)); on NVIDIA GPUs, 0 where that is less than 2^-126."""
+    if not _HAS_PTX:
+        return 1 / (1 + tl.exp(-value))
+    else:
+        return tl.inline_asm_elementwise(_SIGMOID_PTX, "=f,f", [value], dtype=tl.float32, is_pure=True, pack=1)
 
 
 @triton.jit
 def _rounded(value: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
-    return from_fp32(value, dtype).to(tl.float32)
+    if _HAS_PTX and tl.bfloat16 == dtype:
+        return tl.inline_asm_elementwise(_ROUNDED_PTX, "=r,=r,r,r", [value], dtype=tl.float32, is_pure=True, pack=2)
+    else:
+        return from_fp32(value, dtype).to(tl.float32)
