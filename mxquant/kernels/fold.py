@@ -40,19 +40,29 @@ from mxquant.kernels.block_in_thread import (
 )
 from mxquant.kernels.butterfly import rotate_block
 from mxquant.kernels.encode_pairs import encode_pairs, largest_of_pairs
+from mxquant.kernels.fold_bfloat16 import fold_bfloat16_kernel
 from mxquant.kernels.gate import KnownGate
-from mxquant.kernels.gate_rows import load_gated, load_gated_pairs
+from mxquant.kernels.gate_rows import load_gated_pairs
 from mxquant.kernels.launch import cached_launch, cdiv, next_power_of_2
 from mxquant.kernels.overlap import let_next_start
 from mxquant.kernels.plan import Buffer, Step
 from mxquant.kernels.rotate import rotate
-from mxquant.kernels.triton_numerics import INTERPRETED, e8m0_from_amax, e8m0_reciprocal, fp32_bits, round_to_element
+from mxquant.kernels.triton_numerics import (
+    INTERPRETED,
+    e8m0_from_amax,
+    e8m0_reciprocal,
+    power_of_two,
+    round_to_element,
+)
 
 _MXFP4 = FORMATS["mxfp4"]
 # Of the row's largest block exponent in E5M2: 6 x 2^13 <= 57344.
 TOP, SPAN = 13, 28
 # Rows up to this long stay in the registers of one program; longer ones are read twice.
 _LONGEST_IN_REGISTERS = 16384
+# So many gated rows, which arithmetic bounds, are not given threads without a block: three blocks a thread instead,
+# where one each would leave a quarter of the threads without.
+_MANY_ROWS = 2048
 # Rows of a program in the interpreter, which spends its time on operations, not on elements.
 _INTERPRETED_ROWS = 32
 
@@ -85,12 +95,15 @@ def folding(
         warps = max(1, min(16, block_k // 512))
         constants: dict[str, Any] = {"GATE": gate, "BLOCK_K": block_k, "num_warps": warps}
         columns = "x", "values", "row_scale", before, k, width, x_stride
-        return buffers, Step(_fold_bfloat16_kernel, (m,), columns, constants)
-    blocks = min(next_power_of_2(width // 32), _LONGEST_IN_REGISTERS // 32)
+        return buffers, Step(fold_bfloat16_kernel, (m,), columns, constants)
+    blocks, parts = min(next_power_of_2(width // 32), _LONGEST_IN_REGISTERS // 32), 1
+    if gate is not None and m >= _MANY_ROWS and blocks >= 128 and width // 32 <= blocks // 4 * 3:
+        blocks, parts = blocks // 4, 3
     rows = _INTERPRETED_ROWS if INTERPRETED.value else max(1, 32 // blocks)
     constants = {
         "MODE": scale_mode, "PERMUTE": permute, "GATE": gate, "ROTATED": rotated, "ROWS": rows, "BLOCKS": blocks,
-        "ONE_PART": width <= 32 * blocks, "TOP": TOP, "SPAN": SPAN, "num_warps": max(1, rows * blocks // 32),
+        "PARTS": parts, "WHOLE": width <= 32 * blocks * parts, "TOP": TOP, "SPAN": SPAN,
+        "num_warps": max(1, rows * blocks // 32),
     }  # fmt: skip
     arguments = "x", "values", "row_scale", before, m, k, width, x_stride
     return buffers, Step(_fold_activation_kernel, (cdiv(m, rows),), arguments, constants)
@@ -179,12 +192,6 @@ def fold_bfloat16_torch(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @triton.jit
-def power_of_two(exponent: tl.tensor) -> tl.tensor:
-    """2^exponent for -126..127, from its bits."""
-    return ((exponent + 127) << 23).to(tl.float32, bitcast=True)
-
-
-@triton.jit
 def row_factor(highest: tl.tensor, TOP: tl.constexpr) -> tl.tensor:
     """2^(highest - TOP - 127), subnormal where `highest` is small: a product of two normal factors."""
     exponent = highest - TOP - 127
@@ -269,11 +276,13 @@ def _store_folded(
 
 @triton.jit
 def _extremes(
-    exponent: tl.tensor, empty: tl.tensor, ROWS: tl.constexpr, BLOCKS: tl.constexpr
+    highest: tl.tensor, lowest: tl.tensor, part: tl.tuple, ROWS: tl.constexpr, BLOCKS: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
-    """The largest and the smallest exponent of each row, empty blocks aside."""
-    highest = tl.max(tl.reshape(tl.where(empty, 0, exponent), (ROWS, BLOCKS)), 1)
-    return highest, tl.min(tl.reshape(tl.where(empty, 255, exponent), (ROWS, BLOCKS)), 1)
+    """The largest and the smallest exponent of each row so far and in a part, empty blocks aside."""
+    _, _, exponent, empty = part
+    high = tl.max(tl.reshape(tl.where(empty, 0, exponent), (ROWS, BLOCKS)), 1)
+    low = tl.min(tl.reshape(tl.where(empty, 255, exponent), (ROWS, BLOCKS)), 1)
+    return tl.maximum(highest, high), tl.minimum(lowest, low)
 
 
 @triton.jit
@@ -299,97 +308,68 @@ def _fold_activation_kernel(
     ROTATED: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCKS: tl.constexpr,
-    ONE_PART: tl.constexpr,
+    PARTS: tl.constexpr,
+    WHOLE: tl.constexpr,
     TOP: tl.constexpr,
     SPAN: tl.constexpr,
 ) -> None:
-    """Some rows. ONE_PART: they stay in registers. In place of rows and blocks that aren't there, the last are read."""
+    """Some rows, their first PARTS in registers. WHOLE: that's all of them; of others, the rest is read twice. In place
+    of rows and blocks that aren't there, the last are read.
+    """
     let_next_start()
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     row = _each_block(rows, ROWS, BLOCKS)
     x += tl.minimum(row, M - 1) * x_stride
     block = tl.arange(0, ROWS * BLOCKS) % BLOCKS
     last = K // 32 - 1
-    pairs, codes, exponent, empty = _quantize_part(x, tl.minimum(block, last), K, MODE, GATE, ROTATED)
-    highest, lowest = _extremes(exponent, empty, ROWS, BLOCKS)
-    if not ONE_PART:
-        for first in range(BLOCKS, width // 32, BLOCKS):
-            part = tl.minimum(first + block, last)
-            pairs, codes, exponent, empty = _quantize_part(x, part, K, MODE, GATE, ROTATED)
-            high, low = _extremes(exponent, empty, ROWS, BLOCKS)
-            highest, lowest = tl.maximum(highest, high), tl.minimum(lowest, low)
+    kept: tl.tuple = ()
+    highest, lowest = tl.zeros((ROWS,), tl.int32), tl.full((ROWS,), 255, tl.int32)
+    for i in tl.static_range(PARTS):
+        kept = kept + (_quantize_part(x, tl.minimum(i * BLOCKS + block, last), K, MODE, GATE, ROTATED),)
+        highest, lowest = _extremes(highest, lowest, kept[i], ROWS, BLOCKS)
+    if not WHOLE:
+        for first in range(PARTS * BLOCKS, width // 32, BLOCKS):
+            part = _quantize_part(x, tl.minimum(first + block, last), K, MODE, GATE, ROTATED)
+            highest, lowest = _extremes(highest, lowest, part, ROWS, BLOCKS)
     fits = (highest - lowest <= SPAN) & (highest != 255)
     tl.store(row_scale + rows, tl.where(fits, row_factor(highest, TOP), float("nan")), mask=rows < M)
 
-    for first in range(0, width // 32, BLOCKS):
-        if not ONE_PART:
-            part = tl.minimum(first + block, last)
-            pairs, codes, exponent, empty = _quantize_part(x, part, K, MODE, GATE, ROTATED)
-        relative = exponent - _each_block(highest, ROWS, BLOCKS) + TOP
-        folded = _folded_words(pairs, codes, relative, first + block <= last)
-        _store_folded(values, folded, rows, first, M, width, PERMUTE, ROWS, BLOCKS)
-        if (ROTATED or GATE is not None) and tl.min(fits.to(tl.int32), 0) == 0:
-            wanted = (row < M) & (first + block <= last) & (_each_block(fits.to(tl.int32), ROWS, BLOCKS) == 0)
-            into = before.to(tl.pointer_type(tl.int32), bitcast=True) + row * (K // 2)
-            store_block(into, pairs, first + block, wanted)
+    RECOMPUTED: tl.constexpr = ROTATED or GATE is not None
+    for i in tl.static_range(PARTS):
+        _store_part(values, before, kept[i], rows, i * BLOCKS, highest, fits, M, K, width, PERMUTE, RECOMPUTED, ROWS,
+                    BLOCKS, TOP)  # fmt: skip
+    if not WHOLE:
+        for first in range(PARTS * BLOCKS, width // 32, BLOCKS):
+            part = _quantize_part(x, tl.minimum(first + block, last), K, MODE, GATE, ROTATED)
+            _store_part(values, before, part, rows, first, highest, fits, M, K, width, PERMUTE, RECOMPUTED, ROWS,
+                        BLOCKS, TOP)  # fmt: skip
 
 
-@cached_launch
 @triton.jit
-def _fold_bfloat16_kernel(
-    x: tl.tensor,
+def _store_part(
     values: tl.tensor,
-    row_scale: tl.tensor,
     before: tl.tensor,
+    part: tl.tuple,
+    rows: tl.tensor,
+    first: tl.tensor,
+    highest: tl.tensor,
+    fits: tl.tensor,
+    M: tl.tensor,
     K: tl.tensor,
     width: tl.tensor,
-    x_stride: tl.tensor,
-    GATE: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    PERMUTE: tl.constexpr,
+    RECOMPUTED: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    TOP: tl.constexpr,
 ) -> None:
-    let_next_start()
-    row = tl.program_id(0).to(tl.int64)
-    x += row * x_stride
-    values += row * width
-    # The last part is read first, and stays in registers where the row is one part.
-    last = (width - 1) // BLOCK_K * BLOCK_K
-    value = _load_columns(x, last, K, GATE, BLOCK_K)
-    largest = tl.max(value & 0x7FFFFFFF, 0)
-    for start in range(0, last, BLOCK_K):
-        largest = tl.maximum(largest, tl.max(_load_columns(x, start, K, GATE, BLOCK_K) & 0x7FFFFFFF, 0))
-    exponent = tl.minimum(tl.maximum((largest >> 23) - 14, 1), 253) - 127
-    missed = _store_folded_bfloat16(values + last, value, exponent, width - last, BLOCK_K)
-    for start in range(0, last, BLOCK_K):
-        part = _load_columns(x, start, K, GATE, BLOCK_K)
-        missed = tl.maximum(missed, _store_folded_bfloat16(values + start, part, exponent, width - start, BLOCK_K))
-    tl.store(row_scale + row, tl.where(missed == 0, power_of_two(exponent), float("nan")))
-    if GATE is not None and missed != 0:
-        column = tl.arange(0, BLOCK_K)
-        for start in range(0, width, BLOCK_K):
-            gated = load_gated(x, start, K, GATE, BLOCK_K)
-            tl.store(before + row * K + start + column, gated, mask=start + column < K)
-
-
-@triton.jit
-def _load_columns(x: tl.tensor, start: tl.tensor, K: tl.tensor, GATE: tl.constexpr, BLOCK_K: tl.constexpr) -> tl.tensor:
-    """The fp32 bits of columns of a row from `start` on; beyond K, zeros."""
-    if GATE is not None:
-        return fp32_bits(load_gated(x, start, K, GATE, BLOCK_K))
-    column = start + tl.arange(0, BLOCK_K)
-    return fp32_bits(tl.load(x + column, mask=column < K, other=0.0))
-
-
-@triton.jit
-def _store_folded_bfloat16(
-    values: tl.tensor, bits: tl.tensor, exponent: tl.tensor, length: tl.tensor, BLOCK_K: tl.constexpr
-) -> tl.tensor:
-    """Store up to `length` fp32 `bits` times 2^-exponent as permuted FP16; 1 if one of them changed, else 0."""
-    value = bits.to(tl.float32, bitcast=True)
-    scaled = value * power_of_two(-exponent)
-    folded = scaled.to(tl.float16)
-    # A scaled value below fp32's range comes out as 0 too. NaN differs from itself.
-    changed = (folded.to(tl.float32) != scaled) | ((folded == 0) & (value != 0))
-    permuted = tl.permute(tl.reshape(folded, (BLOCK_K // 128, 4, 4, 2, 2, 2)), (0, 2, 3, 5, 1, 4))  # chunk q o h t e
-    column = tl.arange(0, BLOCK_K)
-    tl.store(values + column, tl.reshape(permuted, (BLOCK_K,)), mask=column < length)
-    return tl.max(changed.to(tl.int32), 0)
+    """Store the blocks of `_quantize_part` from `first` on, folded; RECOMPUTED: of rows that do not fit, themselves."""
+    pairs, codes, exponent, _ = part
+    block = first + tl.arange(0, ROWS * BLOCKS) % BLOCKS
+    inside = block < K // 32
+    relative = exponent - _each_block(highest, ROWS, BLOCKS) + TOP
+    _store_folded(values, _folded_words(pairs, codes, relative, inside), rows, first, M, width, PERMUTE, ROWS, BLOCKS)
+    if RECOMPUTED and tl.min(fits.to(tl.int32), 0) == 0:
+        row = _each_block(rows, ROWS, BLOCKS)
+        wanted = (row < M) & inside & (_each_block(fits.to(tl.int32), ROWS, BLOCKS) == 0)
+        store_block(before.to(tl.pointer_type(tl.int32), bitcast=True) + row * (K // 2), pairs, block, wanted)

@@ -8,8 +8,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from mxquant.kernels.fold import power_of_two, quantize_mxfp4
-from mxquant.kernels.triton_numerics import INTERPRETED, e8m0_to_float, fp32_bits
+from mxquant.kernels.fold import quantize_mxfp4
+from mxquant.kernels.triton_numerics import INTERPRETED, e8m0_to_float, fp32_bits, power_of_two
 
 
 @triton.jit

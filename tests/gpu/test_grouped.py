@@ -82,7 +82,14 @@ def test_sorted_rows_need_no_gathering(case: Case, device: torch.device) -> None
 
 
 # Experts, tokens, N and width inside an expert: one row and many, groups of one and more tiles, odd rests of columns.
-GATED_SIZES = [(4, 1, 64, 256), (8, 40, 128, 288), (8, 16, 2880, 2880), (3, 500, 128, 704), (2, 70, 64, 16640)]
+GATED_SIZES = [
+    (4, 1, 64, 256),
+    (8, 40, 128, 288),
+    (8, 16, 2880, 2880),
+    (3, 500, 128, 704),
+    (4, 2100, 64, 2880),
+    (2, 70, 64, 16640),
+]
 
 
 @pytest.mark.parametrize("rotation", [None, 32])

@@ -8,7 +8,7 @@ from poison import POISONS, amid_poison, poisoned_workspaces
 from torch import Tensor
 
 from kernels.test_tiled_matmul import weight
-from mxquant.kernels import gate_rows
+from mxquant.kernels import fold, gate_rows
 from mxquant.kernels.fold import fold_input
 from mxquant.kernels.gate import KnownGate
 from mxquant.kernels.gate_rows import gate
@@ -92,6 +92,24 @@ def test_another_gate_would_show(known: KnownGate, mode: str | None, device: tor
     for name, (other, given) in broken(known, both).items():
         expected, _, _ = fold_input(gate(given.contiguous(), other), mode, permute=True)
         assert not torch.equal(values.float(), expected.float()), name
+
+
+@pytest.mark.parametrize("columns", [2880, 5120])
+def test_many_rows_have_three_blocks_a_thread(
+    columns: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the values that few rows have, of whose threads a quarter has no block."""
+    both = gates_and_ups(OSS, columns).to(device)
+    few = fold_input(both, "even", permute=True, gate=OSS)
+    _, step = fold.folding(2048, columns, 2 * columns, "even", gate=OSS)
+    assert step.constants["PARTS"] == 3
+    assert step.constants["WHOLE"]
+    monkeypatch.setattr(fold, "_MANY_ROWS", 1)
+    many = fold_input(both, "even", permute=True, gate=OSS)
+    unfit = few[1].isnan().squeeze(1)
+    assert same_values(many[1], few[1])
+    assert torch.equal(many[0][~unfit].float(), few[0][~unfit].float())
+    assert same_values(many[2][unfit], few[2][unfit])
 
 
 def test_rows_longer_than_a_program_holds(device: torch.device) -> None:
