@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from mxquant.formats.spec import Format
+from mxquant.kernels.gate import KnownGate
 
 CANONICAL = "canonical"
 ANY_LAYOUT = "any"
@@ -109,6 +110,10 @@ class Problem:
     """Size of the blocks that the weight is rotated in along the contraction. Backends whose `rotates` is set rotate
     the input likewise; to others it comes rotated.
     """
+    gate: KnownGate | None = None
+    """What the input of a grouped matmul, [..., 2K], goes through before all else, rounded to `dtype`. Only backends
+    whose `gates` is set are given one; to others the input comes gated.
+    """
 
 
 def no_device(problem: Problem, needed: str) -> str:
@@ -153,6 +158,10 @@ class Backend(abc.ABC):
     """Whether it rotates the input where the problem has a rotation: in fp32, rounded to the input's dtype, as
     `mxquant.kernels.rotate`. Worth it where the next kernel quantizes.
     """
+    gates: ClassVar[bool] = False
+    """Whether its `grouped_matmul` along the blocked axis applies `problem.gate` to its input, bit by bit as
+    `mxquant.kernels.gate_rows`. `reject` is asked without.
+    """
 
     @abc.abstractmethod
     def reject(self, problem: Problem) -> str | None:
@@ -184,7 +193,8 @@ class Backend(abc.ABC):
         overrides this; one whose matmul does not serve experts says so in `reject`.
 
         Args:
-            x: [S, K] sorted by expert, or [T, K] in any order with `groups.rows`; N instead of K where "unblocked".
+            x: [S, K] sorted by expert, or [T, K] in any order with `groups.rows`; N instead of K where "unblocked", 2K
+                with a gate.
             weights: a stack of E matrices in this backend's layout, the experts in front.
             bias: [E, N] ([E, K] where "unblocked"), any floating dtype, or None.
 

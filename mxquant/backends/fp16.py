@@ -29,6 +29,7 @@ class FP16(RoutedBackend):
 
     name: ClassVar[str] = "fp16"
     layout: ClassVar[Layout | None] = Tiles()
+    gates: ClassVar[bool] = True
 
     def reject(self, problem: Problem) -> str | None:
         if reason := reject_device(problem):

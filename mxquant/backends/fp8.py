@@ -27,6 +27,7 @@ class FP8(RoutedBackend):
     name: ClassVar[str] = "fp8"
     layout: ClassVar[Layout | None] = Tiles()
     rotates: ClassVar[bool] = True
+    gates: ClassVar[bool] = True
 
     def reject(self, problem: Problem) -> str | None:
         if reason := reject_device(problem):

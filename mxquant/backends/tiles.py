@@ -162,8 +162,8 @@ def multiply_groups(x: Tensor, weights: Operand, bias: Tensor | None, groups: Gr
     given = (x, weights.qdata, weights.scale, bias, *groups, n, mode, problem.dtype)
     if specialized.takes(places, problem.experts, n, problem.in_features, x.device):
         with torch.cuda.device_of(x):
-            return specialized.multiply_many_groups(*given, rotated=_rotated(problem))
-    return tiled.multiply_groups(*given, rotated=_rotated(problem))
+            return specialized.multiply_many_groups(*given, gate=problem.gate, rotated=_rotated(problem))
+    return tiled.multiply_groups(*given, gate=problem.gate, rotated=_rotated(problem))
 
 
 def _rotated(problem: Problem) -> bool:

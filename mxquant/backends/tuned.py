@@ -29,8 +29,8 @@ Table = Mapping[str, Mapping[int, str]]
 
 _logger = logging.getLogger("mxquant")
 _VERSION = 1
-# The file is of one kind of device, and a route computes a prepared weight of one matrix.
-_LEFT_OUT = ("device", "capability", "layout", "experts")
+# The file is of one kind of device, and a route computes a prepared weight of one matrix, which has no gate.
+_LEFT_OUT = ("device", "capability", "layout", "experts", "gate")
 
 
 def fastest_route(backend: str, problem: Problem, rows: int) -> str | None:

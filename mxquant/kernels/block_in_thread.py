@@ -17,11 +17,7 @@ def load_block(words_ptr: tl.tensor, block: tl.tensor, WORDS: tl.constexpr) -> t
     """The words of each block, by vectors of four."""
     words: tl.tuple = ()
     for i in tl.static_range(0, WORDS, 4):
-        four = tl.load(words_ptr + block[:, None] * WORDS + (i + tl.arange(0, 4)[None, :]))
-        even, odd = tl.split(tl.reshape(four, [four.shape[0], 2, 2]))
-        a, c = tl.split(even)
-        b, d = tl.split(odd)
-        words = words + (a, b, c, d)
+        words = words + four_words(tl.load(words_ptr + block[:, None] * WORDS + (i + tl.arange(0, 4)[None, :])))
     return words
 
 
@@ -32,14 +28,29 @@ def load_pairs(x: tl.tensor) -> tl.tuple:
     """
     words: tl.tuple = ()
     for i in tl.static_range(0, 32, 8):
-        bits = tl.load(x[:, None] + (i + tl.arange(0, 8)[None, :])).to(tl.int16, bitcast=True)
-        low, high = tl.split(tl.reshape(bits, [bits.shape[0], 2, 2, 2]))
-        low_even, low_odd = tl.split(low)
-        high_even, high_odd = tl.split(high)
-        a, c = tl.split(pair(low_even.to(tl.int32), high_even.to(tl.int32)))
-        b, d = tl.split(pair(low_odd.to(tl.int32), high_odd.to(tl.int32)))
-        words = words + (a, b, c, d)
+        words = words + four_pairs(tl.load(x[:, None] + (i + tl.arange(0, 8)[None, :])))
     return words
+
+
+@triton.jit
+def four_pairs(eight: tl.tensor) -> tl.tuple:
+    """The four words of eight halves [BLOCKS, 8]."""
+    bits = eight.to(tl.int16, bitcast=True)
+    low, high = tl.split(tl.reshape(bits, [bits.shape[0], 2, 2, 2]))
+    low_even, low_odd = tl.split(low)
+    high_even, high_odd = tl.split(high)
+    a, c = tl.split(pair(low_even.to(tl.int32), high_even.to(tl.int32)))
+    b, d = tl.split(pair(low_odd.to(tl.int32), high_odd.to(tl.int32)))
+    return a, b, c, d
+
+
+@triton.jit
+def four_words(words: tl.tensor) -> tl.tuple:
+    """Words [BLOCKS, 4] as a tuple."""
+    even, odd = tl.split(tl.reshape(words, [words.shape[0], 2, 2]))
+    a, c = tl.split(even)
+    b, d = tl.split(odd)
+    return a, b, c, d
 
 
 @triton.jit

@@ -8,6 +8,9 @@ NaN, never a clamp: the matmul recomputes them.
 bf16 activations are folded into FP16: rows whose largest magnitude is brought below 2^15, where values down to 2^-32
 of it keep all their bits. Rows with smaller ones get NaN likewise.
 
+What comes out of an expert's first matmul is gated on the way: read as gates and ups, rounded to bf16 as `gate_rows`
+does, and rotated and quantized as any row. No gated row is written, but those that the matmul recomputes.
+
 For `tiled_matmul` the columns are permuted within each 128, as its registers hold the weight: in FP8, position
 32j + 16h + 4t + b holds column 32t + 8j + 4h + b; in FP16, position 32q + 16o + 8h + 2t + e holds column
 32t + 8q + 4o + 2e + h. A product does not change when both sides are permuted alike.
@@ -37,23 +40,35 @@ from mxquant.kernels.block_in_thread import (
 )
 from mxquant.kernels.butterfly import rotate_block
 from mxquant.kernels.encode_pairs import encode_pairs, largest_of_pairs
+from mxquant.kernels.fold_bfloat16 import fold_bfloat16_kernel
+from mxquant.kernels.gate import KnownGate
+from mxquant.kernels.gate_rows import load_gated_pairs
 from mxquant.kernels.launch import cached_launch, cdiv, next_power_of_2
 from mxquant.kernels.overlap import await_previous, let_next_start
 from mxquant.kernels.plan import Buffer, Step
 from mxquant.kernels.rotate import rotate
-from mxquant.kernels.triton_numerics import INTERPRETED, e8m0_from_amax, e8m0_reciprocal, fp32_bits, round_to_element
+from mxquant.kernels.triton_numerics import (
+    INTERPRETED,
+    e8m0_from_amax,
+    e8m0_reciprocal,
+    power_of_two,
+    round_to_element,
+)
 
 _MXFP4 = FORMATS["mxfp4"]
 # Of the row's largest block exponent in E5M2: 6 x 2^13 <= 57344.
 TOP, SPAN = 13, 28
 # Rows up to this long stay in the registers of one program; longer ones are read twice.
 _LONGEST_IN_REGISTERS = 16384
+# So many gated rows, which arithmetic bounds, are not given threads without a block: three blocks a thread instead,
+# where one each would leave a quarter of the threads without.
+_MANY_ROWS = 2048
 # Rows of a program in the interpreter, which spends its time on operations, not on elements.
 _INTERPRETED_ROWS = 32
 
 
-def _padded(size: int) -> int:
-    return cdiv(size, 128) * 128
+def _padded(columns: int) -> int:
+    return cdiv(columns, 128) * 128
 
 
 def folding(
@@ -63,41 +78,37 @@ def folding(
     scale_mode: str | None,
     *,
     permute: bool = True,
+    gate: KnownGate | None = None,
     rotated: bool = False,
-    unfit_only: bool = False,
 ) -> tuple[dict[str, Buffer], Step]:
-    """The step from "x" to "values" and "row_scale", and these: of `fold_activation`, or, where `scale_mode` is None,
-    of `fold_bfloat16`. Where rows are `rotated`, "rotated" as well: what a matmul recomputes rows from, instead of "x",
-    and its rows lie `k` apart; `unfit_only`: no other row is written to it. Where columns are to be permuted, there is
-    room behind the row scales, so that kernels may load those of a tile of 128 rows from any row on.
+    """The step from "x" to "values" and "row_scale", and these: of `fold_input`. With a gate or rotated, "before" as
+    well: what a matmul recomputes rows that do not fit from, instead of "x"; rows lie `k` apart, no others are written.
+    Where columns are to be permuted, there is room behind the row scales, so that kernels may load those of a tile of
+    128 rows from any row on.
     """
     height, width = (m + 127, _padded(k)) if permute else (m, k)
     buffers = {"values": Buffer((m, width), torch.float16 if scale_mode is None else torch.float8_e5m2)}
     buffers["row_scale"] = Buffer((height, 1), torch.float32)
+    before = "x"
+    if rotated or gate is not None:
+        before, buffers["before"] = "before", Buffer((m, k), torch.bfloat16)
     if scale_mode is None:
         block_k = min(next_power_of_2(width), _LONGEST_IN_REGISTERS)
         warps = max(1, min(16, block_k // 512))
-        constants: dict[str, Any] = {"BLOCK_K": block_k, "num_warps": warps, "launch_pdl": True}
-        return buffers, Step(_fold_bfloat16_kernel, (m,), ("x", *buffers, k, width, x_stride), constants)
-    if rotated:
-        buffers["rotated"] = Buffer((m, k), torch.bfloat16)
-    blocks = min(next_power_of_2(width // 32), _LONGEST_IN_REGISTERS // 32)
+        constants: dict[str, Any] = {"GATE": gate, "BLOCK_K": block_k, "num_warps": warps, "launch_pdl": True}
+        columns = "x", "values", "row_scale", before, k, width, x_stride
+        return buffers, Step(fold_bfloat16_kernel, (m,), columns, constants)
+    blocks, parts = min(next_power_of_2(width // 32), _LONGEST_IN_REGISTERS // 32), 1
+    if gate is not None and m >= _MANY_ROWS and blocks >= 128 and width // 32 <= blocks // 4 * 3:
+        blocks, parts = blocks // 4, 3
     rows = _INTERPRETED_ROWS if INTERPRETED.value else max(1, 32 // blocks)
     constants = {
-        "MODE": scale_mode, "PERMUTE": permute, "ROTATED": rotated, "UNFIT_ONLY": unfit_only, "ROWS": rows,
-        "BLOCKS": blocks, "ONE_PART": width <= 32 * blocks, "TOP": TOP, "SPAN": SPAN,
+        "MODE": scale_mode, "PERMUTE": permute, "GATE": gate, "ROTATED": rotated, "ROWS": rows, "BLOCKS": blocks,
+        "PARTS": parts, "WHOLE": width <= 32 * blocks * parts, "TOP": TOP, "SPAN": SPAN,
         "num_warps": max(1, rows * blocks // 32), "launch_pdl": True,
     }  # fmt: skip
-    arguments = "x", "values", "row_scale", "rotated" if rotated else "x", m, k, width, x_stride
+    arguments = "x", "values", "row_scale", before, m, k, width, x_stride
     return buffers, Step(_fold_activation_kernel, (cdiv(m, rows),), arguments, constants)
-
-
-def _fold(x: Tensor, scale_mode: str | None, *, permute: bool, rotated: bool = False) -> list[Tensor]:
-    m, k = x.shape
-    buffers, step = folding(m, k, x.stride(0), scale_mode, permute=permute, rotated=rotated, unfit_only=True)
-    made = {name: buffer.empty(x.device) for name, buffer in buffers.items()}
-    step.launch({"x": x, **made})
-    return [made.pop("values"), made.pop("row_scale")[:m], *made.values()]
 
 
 def fold_activation(x: Tensor, scale_mode: str, *, permute: bool) -> tuple[Tensor, Tensor]:
@@ -111,32 +122,29 @@ def fold_activation(x: Tensor, scale_mode: str, *, permute: bool) -> tuple[Tenso
     Returns:
         values, float8_e5m2 [M, K or wider]; row scales, fp32 [M, 1], NaN of rows that do not fit (span, Inf or NaN).
     """
-    values, row_scale = _fold(x, scale_mode, permute=permute)
+    values, row_scale, _ = fold_input(x, scale_mode, permute=permute)
     return values, row_scale
 
 
-def fold_rotated(x: Tensor, scale_mode: str, *, permute: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """As `fold_activation`, of bf16 rows rotated in blocks of 32 columns first: in fp32, rounded to bf16.
+def fold_input(
+    x: Tensor, scale_mode: str | None, *, permute: bool, rotated: bool = False, gate: KnownGate | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What a product of many rows starts from, as its activations ask: those of `fold_activation`, or, where
+    `scale_mode` is None, of `fold_bfloat16`.
+
+    Args:
+        rotated: bf16 rows that are quantized are rotated first, in blocks of 32 columns: in fp32, rounded to bf16.
+        gate: `x` is bf16 [M, 2K], and goes through it before all else.
 
     Returns:
-        values and row scales; and the rotated rows, bf16 [M, K], of which only those that do not fit are written.
+        values; row scales; and the rows that those which do not fit are recomputed from: `x`, or bf16 [M, K], gated and
+        rotated, of which no others are written.
     """
-    values, row_scale, rotated = _fold(x, scale_mode, permute=permute, rotated=True)
-    return values, row_scale, rotated
-
-
-def fold_input(x: Tensor, scale_mode: str | None, *, permute: bool, rotated: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """What a product of many rows starts from, as its activations ask: `fold_activation`, `fold_rotated`, or, where
-    `scale_mode` is None, `fold_bfloat16`.
-
-    Returns:
-        values; row scales; and the rows that those which do not fit are recomputed from.
-    """
-    if scale_mode is None:
-        return *fold_bfloat16(x), x
-    if rotated:
-        return fold_rotated(x, scale_mode, permute=permute)
-    return *fold_activation(x, scale_mode, permute=permute), x
+    m, k = x.shape[0], x.shape[1] if gate is None else x.shape[1] // 2
+    buffers, step = folding(m, k, x.stride(0), scale_mode, permute=permute, gate=gate, rotated=rotated)
+    made = {name: buffer.empty(x.device) for name, buffer in buffers.items()}
+    step.launch({"x": x, **made})
+    return made["values"], made["row_scale"][:m], made.get("before", x)
 
 
 def fold_activation_torch(x: Tensor, scale_mode: str, *, permute: bool, rotated: bool = False) -> tuple[Tensor, Tensor]:
@@ -169,7 +177,7 @@ def fold_bfloat16(x: Tensor) -> tuple[Tensor, Tensor]:
         values, float16 [M, K], with zeros up to a multiple of 128; row scales, fp32 [M, 1], NaN of rows that do not
         fit.
     """
-    values, row_scale = _fold(x, None, permute=True)
+    values, row_scale, _ = fold_input(x, None, permute=True)
     return values, row_scale
 
 
@@ -183,12 +191,6 @@ def fold_bfloat16_torch(x: Tensor) -> tuple[Tensor, Tensor]:
     values = F.pad(values, (0, _padded(x.shape[1]) - x.shape[1])).view(x.shape[0], -1, 4, 4, 2, 2, 2)
     values = values.permute(0, 1, 3, 4, 6, 2, 5).reshape(x.shape[0], -1)
     return values, torch.exp2(exponent.float()).masked_fill(unfit, torch.nan)
-
-
-@triton.jit
-def power_of_two(exponent: tl.tensor) -> tl.tensor:
-    """2^exponent for -126..127, from its bits."""
-    return ((exponent + 127) << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -213,16 +215,18 @@ def quantize_mxfp4(value: tl.tensor, MODE: tl.constexpr) -> tuple[tl.tensor, ...
 
 @triton.jit
 def _quantize_part(
-    x: tl.tensor, DTYPE: tl.constexpr, MODE: tl.constexpr, ROTATED: tl.constexpr
+    x: tl.tensor, block: tl.tensor, K: tl.tensor, MODE: tl.constexpr, GATE: tl.constexpr, ROTATED: tl.constexpr
 ) -> tuple[tl.tuple, tl.tuple, tl.tensor, tl.tensor]:
-    """Pairs and codes of the blocks that begin at `x`, one in each thread, their exponents, 255 for Inf and NaN, and
-    whether they are empty.
+    """Pairs and codes of blocks of the rows that begin at `x`, one in each thread, their exponents, 255 for Inf and
+    NaN, and whether they are empty.
     """
-    pairs = load_pairs(x)
+    DTYPE: tl.constexpr = x.dtype.element_ty
+    pairs = load_pairs(x + block * 32) if GATE is None else load_gated_pairs(x, block, K, GATE)
     if ROTATED:
         tl.static_assert(tl.bfloat16 == DTYPE)
         pairs = nearest_pairs(rotate_block(fp32_values(pairs, DTYPE)))
     elif tl.bfloat16 != DTYPE:
+        tl.static_assert(GATE is None)
         pairs = odd_pairs(fp32_values(pairs, DTYPE))
     exponent = e8m0_from_amax(largest_of_pairs(pairs), 2, 1, 7, MODE)
     codes = encode_pairs(pairs, e8m0_reciprocal(exponent), 2, 1, 7, MODE == "floor")
@@ -274,11 +278,13 @@ def _store_folded(
 
 @triton.jit
 def _extremes(
-    exponent: tl.tensor, empty: tl.tensor, ROWS: tl.constexpr, BLOCKS: tl.constexpr
+    highest: tl.tensor, lowest: tl.tensor, part: tl.tuple, ROWS: tl.constexpr, BLOCKS: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
-    """The largest and the smallest exponent of each row, empty blocks aside."""
-    highest = tl.max(tl.reshape(tl.where(empty, 0, exponent), (ROWS, BLOCKS)), 1)
-    return highest, tl.min(tl.reshape(tl.where(empty, 255, exponent), (ROWS, BLOCKS)), 1)
+    """The largest and the smallest exponent of each row so far and in a part, empty blocks aside."""
+    _, _, exponent, empty = part
+    high = tl.max(tl.reshape(tl.where(empty, 0, exponent), (ROWS, BLOCKS)), 1)
+    low = tl.min(tl.reshape(tl.where(empty, 255, exponent), (ROWS, BLOCKS)), 1)
+    return tl.maximum(highest, high), tl.minimum(lowest, low)
 
 
 @triton.jit
@@ -293,98 +299,80 @@ def _fold_activation_kernel(
     x: tl.tensor,
     values: tl.tensor,
     row_scale: tl.tensor,
-    rotated: tl.tensor,
+    before: tl.tensor,
     M: tl.tensor,
     K: tl.tensor,
     width: tl.tensor,
     x_stride: tl.tensor,
     MODE: tl.constexpr,
     PERMUTE: tl.constexpr,
+    GATE: tl.constexpr,
     ROTATED: tl.constexpr,
-    UNFIT_ONLY: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCKS: tl.constexpr,
-    ONE_PART: tl.constexpr,
+    PARTS: tl.constexpr,
+    WHOLE: tl.constexpr,
     TOP: tl.constexpr,
     SPAN: tl.constexpr,
 ) -> None:
-    """Some rows. ONE_PART: they stay in registers. In place of rows and blocks that aren't there, the last are read."""
+    """Some rows, their first PARTS in registers. WHOLE: that's all of them; of others, the rest is read twice. In place
+    of rows and blocks that aren't there, the last are read.
+    """
     await_previous()
     let_next_start()
-    DTYPE: tl.constexpr = x.dtype.element_ty
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     row = _each_block(rows, ROWS, BLOCKS)
     x += tl.minimum(row, M - 1) * x_stride
     block = tl.arange(0, ROWS * BLOCKS) % BLOCKS
     last = K // 32 - 1
-    pairs, codes, exponent, empty = _quantize_part(x + tl.minimum(block, last) * 32, DTYPE, MODE, ROTATED)
-    highest, lowest = _extremes(exponent, empty, ROWS, BLOCKS)
-    if not ONE_PART:
-        for first in range(BLOCKS, width // 32, BLOCKS):
-            part = x + tl.minimum(first + block, last) * 32
-            pairs, codes, exponent, empty = _quantize_part(part, DTYPE, MODE, ROTATED)
-            high, low = _extremes(exponent, empty, ROWS, BLOCKS)
-            highest, lowest = tl.maximum(highest, high), tl.minimum(lowest, low)
+    kept: tl.tuple = ()
+    highest, lowest = tl.zeros((ROWS,), tl.int32), tl.full((ROWS,), 255, tl.int32)
+    for i in tl.static_range(PARTS):
+        kept = kept + (_quantize_part(x, tl.minimum(i * BLOCKS + block, last), K, MODE, GATE, ROTATED),)
+        highest, lowest = _extremes(highest, lowest, kept[i], ROWS, BLOCKS)
+    if not WHOLE:
+        for first in range(PARTS * BLOCKS, width // 32, BLOCKS):
+            part = _quantize_part(x, tl.minimum(first + block, last), K, MODE, GATE, ROTATED)
+            highest, lowest = _extremes(highest, lowest, part, ROWS, BLOCKS)
     fits = (highest - lowest <= SPAN) & (highest != 255)
     tl.store(row_scale + rows, tl.where(fits, row_factor(highest, TOP), float("nan")), mask=rows < M)
 
-    for first in range(0, width // 32, BLOCKS):
-        if not ONE_PART:
-            part = x + tl.minimum(first + block, last) * 32
-            pairs, codes, exponent, empty = _quantize_part(part, DTYPE, MODE, ROTATED)
-        relative = exponent - _each_block(highest, ROWS, BLOCKS) + TOP
-        folded = _folded_words(pairs, codes, relative, first + block <= last)
-        _store_folded(values, folded, rows, first, M, width, PERMUTE, ROWS, BLOCKS)
-        if ROTATED and (not UNFIT_ONLY or tl.min(fits.to(tl.int32), 0) == 0):
-            wanted = (row < M) & (first + block <= last)
-            if UNFIT_ONLY:
-                wanted &= _each_block(fits.to(tl.int32), ROWS, BLOCKS) == 0
-            into = rotated.to(tl.pointer_type(tl.int32), bitcast=True) + row * (K // 2)
-            store_block(into, pairs, first + block, wanted)
+    RECOMPUTED: tl.constexpr = ROTATED or GATE is not None
+    for i in tl.static_range(PARTS):
+        _store_part(values, before, kept[i], rows, i * BLOCKS, highest, fits, M, K, width, PERMUTE, RECOMPUTED, ROWS,
+                    BLOCKS, TOP)  # fmt: skip
+    if not WHOLE:
+        for first in range(PARTS * BLOCKS, width // 32, BLOCKS):
+            part = _quantize_part(x, tl.minimum(first + block, last), K, MODE, GATE, ROTATED)
+            _store_part(values, before, part, rows, first, highest, fits, M, K, width, PERMUTE, RECOMPUTED, ROWS,
+                        BLOCKS, TOP)  # fmt: skip
 
 
-@cached_launch
 @triton.jit
-def _fold_bfloat16_kernel(
-    x: tl.tensor,
+def _store_part(
     values: tl.tensor,
-    row_scale: tl.tensor,
+    before: tl.tensor,
+    part: tl.tuple,
+    rows: tl.tensor,
+    first: tl.tensor,
+    highest: tl.tensor,
+    fits: tl.tensor,
+    M: tl.tensor,
     K: tl.tensor,
     width: tl.tensor,
-    x_stride: tl.tensor,
-    BLOCK_K: tl.constexpr,
+    PERMUTE: tl.constexpr,
+    RECOMPUTED: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    TOP: tl.constexpr,
 ) -> None:
-    await_previous()
-    let_next_start()
-    row = tl.program_id(0).to(tl.int64)
-    x += row * x_stride
-    values += row * width
-    column = tl.arange(0, BLOCK_K)
-    # The last part is read first, and stays in registers where the row is one part.
-    last = (width - 1) // BLOCK_K * BLOCK_K
-    value = fp32_bits(tl.load(x + last + column, mask=last + column < K, other=0.0))
-    largest = tl.max(value & 0x7FFFFFFF, 0)
-    for start in range(0, last, BLOCK_K):
-        largest = tl.maximum(largest, tl.max(fp32_bits(tl.load(x + start + column)) & 0x7FFFFFFF, 0))
-    exponent = tl.minimum(tl.maximum((largest >> 23) - 14, 1), 253) - 127
-    missed = _store_folded_bfloat16(values + last, value, exponent, width - last, BLOCK_K)
-    for start in range(0, last, BLOCK_K):
-        part = fp32_bits(tl.load(x + start + column))
-        missed = tl.maximum(missed, _store_folded_bfloat16(values + start, part, exponent, width - start, BLOCK_K))
-    tl.store(row_scale + row, tl.where(missed == 0, power_of_two(exponent), float("nan")))
-
-
-@triton.jit
-def _store_folded_bfloat16(
-    values: tl.tensor, bits: tl.tensor, exponent: tl.tensor, length: tl.tensor, BLOCK_K: tl.constexpr
-) -> tl.tensor:
-    """Store up to `length` fp32 `bits` times 2^-exponent as permuted FP16; 1 if one of them changed, else 0."""
-    value = bits.to(tl.float32, bitcast=True)
-    scaled = value * power_of_two(-exponent)
-    folded = scaled.to(tl.float16)
-    # A scaled value below fp32's range comes out as 0 too. NaN differs from itself.
-    changed = (folded.to(tl.float32) != scaled) | ((folded == 0) & (value != 0))
-    permuted = tl.permute(tl.reshape(folded, (BLOCK_K // 128, 4, 4, 2, 2, 2)), (0, 2, 3, 5, 1, 4))  # chunk q o h t e
-    column = tl.arange(0, BLOCK_K)
-    tl.store(values + column, tl.reshape(permuted, (BLOCK_K,)), mask=column < length)
-    return tl.max(changed.to(tl.int32), 0)
+    """Store the blocks of `_quantize_part` from `first` on, folded; RECOMPUTED: of rows that do not fit, themselves."""
+    pairs, codes, exponent, _ = part
+    block = first + tl.arange(0, ROWS * BLOCKS) % BLOCKS
+    inside = block < K // 32
+    relative = exponent - _each_block(highest, ROWS, BLOCKS) + TOP
+    _store_folded(values, _folded_words(pairs, codes, relative, inside), rows, first, M, width, PERMUTE, ROWS, BLOCKS)
+    if RECOMPUTED and tl.min(fits.to(tl.int32), 0) == 0:
+        row = _each_block(rows, ROWS, BLOCKS)
+        wanted = (row < M) & inside & (_each_block(fits.to(tl.int32), ROWS, BLOCKS) == 0)
+        store_block(before.to(tl.pointer_type(tl.int32), bitcast=True) + row * (K // 2), pairs, block, wanted)

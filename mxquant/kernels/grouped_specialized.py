@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mxquant.kernels.fold import any_unfit, fold_input
+from mxquant.kernels.gate import KnownGate
 from mxquant.kernels.gluon_work import TILES
 from mxquant.kernels.launch import cached_launch, cdiv, next_power_of_2
 from mxquant.kernels.overlap import await_previous, let_next_start
@@ -50,11 +51,13 @@ def multiply_many_groups(
     scale_mode: str | None,
     dtype: torch.dtype,
     *,
+    gate: KnownGate | None = None,
     rotated: bool = False,
 ) -> Tensor:
     """As `tiled_grouped.multiply_groups`, for K a multiple of 64."""
-    k, experts, device = x_TK.shape[1], offsets_E.shape[0], x_TK.device
-    values, x_scale, x_TK = fold_input(x_TK, scale_mode, permute=True, rotated=rotated)
+    experts, device = offsets_E.shape[0], x_TK.device
+    values, x_scale, x_TK = fold_input(x_TK, scale_mode, permute=True, rotated=rotated, gate=gate)
+    k = x_TK.shape[1]
     s = x_TK.shape[0] if rows_S is None else rows_S.shape[0]
     rows = _rows_of(cdiv(s, min(s, experts)), fp16=scale_mode is None)
     table = table_of_tiles(offsets_E, s, rows)

@@ -8,8 +8,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from mxquant.kernels.fold import power_of_two, quantize_mxfp4
-from mxquant.kernels.triton_numerics import INTERPRETED, e8m0_to_float, fp32_bits
+from mxquant.kernels.fold import quantize_mxfp4
+from mxquant.kernels.triton_numerics import INTERPRETED, e8m0_to_float, fp32_bits, power_of_two
 
 
 @triton.jit
@@ -99,3 +99,16 @@ def exact_tile(
             products = products * power_of_two(half) * power_of_two(tl.maximum(exponent - half, -126))
             total += tl.where(x_exponent[None, :] == 255, float("nan"), products)
     return total
+
+
+@triton.jit
+def store_tile(
+    y: tl.tensor, total: tl.tensor, bias: tl.tensor, rows: tl.tensor, part: tl.tensor, HAS_BIAS: tl.constexpr
+) -> None:
+    """Store some of the input's rows [BM] of a product [BN, BM] at `y`, with the bias at `bias` [BN] in its part 0.
+
+    A tile with rows that do not fold is stored twice, first the others: so that no sum waits for the exact one.
+    """
+    if HAS_BIAS and part == 0:
+        total += tl.load(bias).to(tl.float32)[:, None]
+    tl.store(y, total.to(y.dtype.element_ty), mask=rows[None, :])

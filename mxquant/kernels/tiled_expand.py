@@ -14,11 +14,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mxquant.kernels.fold import any_unfit, power_of_two, row_factor
+from mxquant.kernels.fold import any_unfit, row_factor
 from mxquant.kernels.launch import cached_launch, cdiv
 from mxquant.kernels.overlap import await_previous
 from mxquant.kernels.tiled import code_values, exact_tile, highest_exponent, scale_address, word_address
-from mxquant.kernels.triton_numerics import e8m0_to_float
+from mxquant.kernels.triton_numerics import e8m0_to_float, power_of_two
 
 # What the row's largest block exponent becomes in E4M3: 6 x 2^6 <= 448.
 _TOP = 6

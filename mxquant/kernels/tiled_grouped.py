@@ -17,10 +17,11 @@ import triton.language as tl
 from torch import Tensor
 
 from mxquant.kernels.fold import any_unfit, folding, row_factor
+from mxquant.kernels.gate import KnownGate
 from mxquant.kernels.launch import cached_launch, cdiv, next_power_of_2
 from mxquant.kernels.overlap import await_previous, let_next_start
 from mxquant.kernels.plan import Buffer, Kind, Plan, Step, kind
-from mxquant.kernels.tiled import exact_tile, highest_exponent
+from mxquant.kernels.tiled import exact_tile, highest_exponent, store_tile
 from mxquant.kernels.tiled_decode import TOP, columns_of, tile_product
 from mxquant.kernels.tiled_matmul import adding, arrange, shape_for
 
@@ -36,24 +37,26 @@ def multiply_groups(
     scale_mode: str | None,
     dtype: torch.dtype,
     *,
+    gate: KnownGate | None = None,
     rotated: bool = False,
 ) -> Tensor:
     """The products [S, N] in `dtype`; zero beyond the last group.
 
     Args:
-        x_TK: bf16 (or fp16 where it is quantized), last axis contiguous.
+        x_TK: bf16 (or fp16 where it is quantized), last axis contiguous; bf16 [T, 2K] with a gate.
         words, bytes_: of `pack_tiles`, of a stack of E matrices.
         bias_EN: any float dtype, or None.
         offsets_E: int32, where each group ends.
         rows_S: int64, the row of `x_TK` at each place, one or more; None: places are rows.
         scale_mode: of MXFP4 activations; None: they are not quantized.
+        gate: what `x_TK` goes through first.
         rotated: rotate bf16 activations before they are quantized.
     """
     gathered = None if rows_S is None else rows_S.shape[0]
     kinds = x_TK.dtype, kind(offsets_E), kind(rows_S), kind(bias_EN)
-    plan = _plan(
-        *x_TK.shape, n, offsets_E.shape[0], x_TK.stride()[0], gathered, *kinds, scale_mode, rotated, dtype, x_TK.device
-    )
+    (t, width), (x_stride, _) = x_TK.shape, x_TK.stride()
+    k = width if gate is None else width // 2
+    plan = _plan(t, k, n, offsets_E.shape[0], x_stride, gathered, *kinds, scale_mode, gate, rotated, dtype, x_TK.device)
     given = (x_TK, words, bytes_, offsets_E, rows_S, bias_EN)
     return plan(*(tensor for tensor in given if tensor is not None))
 
@@ -71,6 +74,7 @@ def _plan(
     rows: Kind | None,
     bias: Kind | None,
     scale_mode: str | None,
+    gate: KnownGate | None,
     rotated: bool,
     dtype: torch.dtype,
     device: torch.device,
@@ -80,8 +84,8 @@ def _plan(
     # Every group has at most one tile of rows that is not full; the rows beyond the last one are a group as well.
     row_tiles = s // shape.rows_M + min(s, experts + 1)
     tiles, split = arrange(n, k, row_tiles, shape)
-    between, fold = folding(t, k, x_stride, scale_mode, rotated=rotated)
-    x, stride = ("rotated", k) if rotated else ("x", x_stride)
+    between, fold = folding(t, k, x_stride, scale_mode, gate=gate, rotated=rotated)
+    x, stride = ("before", k) if "before" in between else ("x", x_stride)
     sums, add = adding(split, s, n)
     has_rows, has_bias = rows is not None, bias is not None
     multiply = Step(
@@ -150,6 +154,8 @@ def _multiply_groups_kernel(
     inside = place < end
     let_next_start()
     await_previous()  # for the folded activations
+    n = tl.program_id(0) * (64 * TILES) + tl.arange(0, 64 * TILES)
+    y_at = y + part.to(tl.int64) * S * N + place[None, :].to(tl.int64) * N + n[:, None]
     if expert < E:
         tile = expert.to(tl.int64) * (N // 64) + tl.program_id(0) * TILES
         row = tl.load(rows + place, mask=inside, other=0).to(tl.int64) if GATHER else place.to(tl.int64)
@@ -158,18 +164,13 @@ def _multiply_groups_kernel(
         w_row = tile * 64 + tl.arange(0, 64 * TILES)
         total *= row_factor(highest_exponent(scale_bytes, w_row, K), TOP)[:, None]
         x_factor = tl.load(x_scale + row, mask=inside, other=0.0)
-        total *= x_factor[None, :]
+        store_tile(y_at, total * x_factor[None, :], bias + w_row, inside & (x_factor == x_factor), part, HAS_BIAS)
         if any_unfit(x_factor):
             begin, steps = columns_of(part, parts, K)
             last = tl.where(part == parts - 1, K // 32, (begin + steps) * 8)
-            total = exact_tile(x_before, words, scale_bytes, w_row, row, inside, begin * 8, last, K, x_stride, MODE,
+            unfit = x_factor != x_factor
+            total = exact_tile(x_before, words, scale_bytes, w_row, row, unfit, begin * 8, last, K, x_stride, MODE,
                                64 * TILES, BM)  # fmt: skip
-        if HAS_BIAS and part == 0:
-            total += tl.load(bias + w_row).to(tl.float32)[:, None]
-    else:
-        total = tl.zeros((64 * TILES, BM), tl.float32)
-    if expert <= E:
-        n = tl.program_id(0) * (64 * TILES) + tl.arange(0, 64 * TILES)
-        y += part.to(tl.int64) * S * N
-        y_at = y + place[None, :].to(tl.int64) * N + n[:, None]
-        tl.store(y_at, total.to(y.dtype.element_ty), mask=inside[None, :])
+            store_tile(y_at, total, bias + w_row, unfit, part, HAS_BIAS)
+    elif expert == E:
+        tl.store(y_at, tl.zeros((64 * TILES, BM), y.dtype.element_ty), mask=inside[None, :])

@@ -22,7 +22,7 @@ from mxquant.kernels.fold import any_unfit, folding, row_factor
 from mxquant.kernels.launch import cached_launch, cdiv
 from mxquant.kernels.overlap import await_previous, let_next_start
 from mxquant.kernels.plan import Buffer, Kind, Plan, Step, kind
-from mxquant.kernels.tiled import exact_tile, highest_exponent
+from mxquant.kernels.tiled import exact_tile, highest_exponent, store_tile
 from mxquant.kernels.tiled_decode import TOP, columns_of, tile_product
 
 
@@ -98,7 +98,7 @@ def _plan(
     row_tiles = cdiv(m, shape.rows_M)
     tiles, split = arrange(n, k, row_tiles, shape)
     between, fold = folding(m, k, x_stride, scale_mode, rotated=rotated)
-    x, stride = ("rotated", k) if rotated else ("x", x_stride)
+    x, stride = ("before", k) if rotated else ("x", x_stride)
     sums, add = adding(split, m, n)
     multiply = Step(
         _multiply_few_kernel,
@@ -178,14 +178,14 @@ def _multiply_few_kernel(
     w_factor = row_factor(highest_exponent(scale_bytes, n, K), TOP)
     x_factor = tl.load(x_scale + m, mask=inside, other=0.0)
     total = total * w_factor[:, None] * x_factor[None, :]
+    y_at = y + part.to(tl.int64) * M * N + m[None, :].to(tl.int64) * N + n[:, None]
+    store_tile(y_at, total, bias + n, inside & (x_factor == x_factor), part, HAS_BIAS)
     if any_unfit(x_factor):
         begin, steps = columns_of(part, parts, K)
         end = tl.where(part == parts - 1, K // 32, (begin + steps) * 8)
-        total = exact_tile(x_before, words, scale_bytes, n, m, inside, begin * 8, end, K, x_stride, MODE, BN, BM)
-    if HAS_BIAS and part == 0:
-        total += tl.load(bias + n).to(tl.float32)[:, None]
-    y += part.to(tl.int64) * M * N
-    tl.store(y + m[None, :].to(tl.int64) * N + n[:, None], total.to(y.dtype.element_ty), mask=inside[None, :])
+        unfit = x_factor != x_factor
+        total = exact_tile(x_before, words, scale_bytes, n, m, unfit, begin * 8, end, K, x_stride, MODE, BN, BM)
+        store_tile(y_at, total, bias + n, unfit, part, HAS_BIAS)
 
 
 @cached_launch

@@ -54,6 +54,12 @@ def fp32_bits(x: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
+def power_of_two(exponent: tl.tensor) -> tl.tensor:
+    """2^exponent for -126..127, from its bits."""
+    return ((exponent + 127) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def from_fp32(values: tl.tensor, DTYPE: tl.constexpr) -> tl.tensor:
     """fp32 `values` rounded to nearest even to `DTYPE`."""
     if INTERPRETED and tl.bfloat16 == DTYPE:

@@ -14,12 +14,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mxquant.backends import Groups
+from mxquant.kernels.gate import KnownGate
 from mxquant.modules.experts import ExpertsLayout
 from mxquant.modules.experts_weight import stacked
-from mxquant.modules.gates import apply_gate
+from mxquant.modules.gates import known_gate
 from mxquant.modules.registry import experts_layout
 from mxquant.modules.routing import Routing, combine, route
 from mxquant.tensor import MXTensor, grouped_product
+from mxquant.tensor.eager import gated
 
 
 def experts_forward(experts: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -58,8 +60,10 @@ def experts_forward(experts: nn.Module, hidden_states: Tensor, top_k_index: Tens
         _multiply(x_SH, w, layout.k_axis[name], experts, layout.biases.get(name), routing, rows)
         for name, w in zip(layout.up, up, strict=True)
     ]
-    h_SF = apply_gate(layout.gate, experts, outputs)
-    y_SH = _multiply(h_SF, down, layout.k_axis[layout.down], experts, layout.biases.get(layout.down), routing, None)
+    gate = known_gate(layout.gate, experts) if len(outputs) == 1 else None
+    h_S = outputs[0] if gate is not None else layout.gate(experts, *outputs)
+    bias_name = layout.biases.get(layout.down)
+    y_SH = _multiply(h_S, down, layout.k_axis[layout.down], experts, bias_name, routing, None, gate)
     if layout.post_norm is not None:
         y_SH = getattr(experts, layout.post_norm)(y_SH)
     return combine(y_SH, routing, None if weighs_input else top_k_weights, hidden_states.dtype)
@@ -97,16 +101,25 @@ def _stack(experts: nn.Module, name: str, layout: ExpertsLayout) -> Tensor:
 
 
 def _multiply(
-    x: Tensor, w: Tensor, k_axis: int, experts: nn.Module, bias_name: str | None, routing: Routing, rows: Tensor | None
+    x: Tensor,
+    w: Tensor,
+    k_axis: int,
+    experts: nn.Module,
+    bias_name: str | None,
+    routing: Routing,
+    rows: Tensor | None,
+    gate: KnownGate | None = None,
 ) -> Tensor:
     """The grouped matmul of [S, K], or of the rows `rows` of [T, K], and its bias: [S, N], zero beyond the last expert.
+    With a gate, of what it makes of twice as many columns.
 
     The differentiable way gathers rows first; it has the same values.
     """
     bias_EN = None if bias_name is None else experts._parameters[bias_name]
     wants_gradient = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, w, bias_EN))
     if isinstance(w, MXTensor) and not wants_gradient:
-        return grouped_product(x, w, k_axis, Groups(routing.offsets_E, rows), bias_EN)
+        return grouped_product(x, w, k_axis, Groups(routing.offsets_E, rows), bias_EN, gate)
+    x = x if gate is None else gated(x, gate)
     x = x if rows is None else x[rows]
     w_EKN = w if k_axis == -2 else w.transpose(-2, -1)
     # A dense weight is multiplied in its own dtype, as transformers does; a quantized one in its input's.

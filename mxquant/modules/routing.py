@@ -7,14 +7,12 @@ Shape suffixes: T tokens, K choices a token, S = T K sorted places, E experts, H
 
 from __future__ import annotations
 
-import functools
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from mxquant.kernels import has_triton
-from mxquant.tensor.construct import is_traced
+from mxquant.tensor.eager import runs_kernels
 
 
 class Routing(NamedTuple):
@@ -43,21 +41,6 @@ class Routing(NamedTuple):
         """int64: the expert at each place; E beyond the last offset."""
         ids = torch.where(self.is_local_TK, self.ids_TK, self.offsets_E.shape[0])
         return ids.flatten()[self.order_S].to(torch.int64)
-
-
-@functools.cache
-def _has_bfloat16(device: torch.device) -> bool:
-    return torch.version.hip is not None or torch.cuda.get_device_capability(device) >= (8, 0)
-
-
-def runs_kernels(*tensors: Tensor) -> bool:
-    """Whether Triton kernels stand in for torch's operators: on a GPU, in eager, where nothing needs a gradient."""
-    first = tensors[0]
-    if not first.is_cuda or first.dtype == torch.float64 or is_traced(*tensors) or not has_triton():
-        return False
-    if not _has_bfloat16(first.device):
-        return False
-    return not (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors))
 
 
 def route(top_k_index: Tensor, num_experts: int) -> Routing:

@@ -9,6 +9,7 @@ import torch
 
 from mxquant.backends.base import ANY_LAYOUT, CANONICAL, Backend, Problem
 from mxquant.backends.registry import get_backend, preferences
+from mxquant.kernels.gate import KnownGate
 from mxquant.tensor.mxtensor import EmulatedMXTensor, MXTensor, block_format
 
 
@@ -19,6 +20,7 @@ def describe(
     contraction: str = "blocked",
     device: torch.device | None = None,
     grouped: bool | None = None,
+    gate: KnownGate | None = None,
 ) -> Problem:
     """The problem that a matmul with `weight` poses: 2-D, or a stack of such.
 
@@ -28,6 +30,7 @@ def describe(
         device: to ask about another device than the weight's, where it would be prepared anew.
         grouped: of a stack, whether groups of rows are multiplied each with its own matrix, as in experts, or one
             matrix at a time; None: whatever a stack is there for.
+        gate: what the other operand goes through first, where the backend applies it.
     """
     metadata, shape, here = weight.metadata, weight.shape, weight.qdata.device
     blocked = contraction == "blocked"
@@ -50,6 +53,7 @@ def describe(
         metadata.layout if asked == here else ANY_LAYOUT,
         int(shape[0]) if len(shape) == 3 and grouped is not False else 0,
         metadata.rotation if blocked else None,
+        gate,
     )
 
 

@@ -15,17 +15,35 @@ from torch import Tensor
 
 from mxquant.backends.base import Backend, Groups, Operand, Problem
 from mxquant.backends.registry import get_backend
+from mxquant.kernels.gate import KnownGate
 from mxquant.tensor.choose import describe
 from mxquant.tensor.construct import is_traced
+from mxquant.tensor.eager import gated
 from mxquant.tensor.matmul import check_operands, choose_backend, one_scale_each, rotated_product
 from mxquant.tensor.metadata import metadata_from_json
 from mxquant.tensor.mxtensor import MXTensor, implements, logical_shape, physical_shape
 
 aten = torch.ops.aten
 
+_GateArguments = tuple[bool | None, float | None, float | None]
+
+
+def _arguments_of(gate: KnownGate | None) -> _GateArguments:
+    """A gate, as operators take one."""
+    return (None, None, None) if gate is None else (gate.interleaved, gate.limit, gate.alpha)
+
+
+def _gate_of(interleaved: bool | None, limit: float | None, alpha: float | None) -> KnownGate | None:
+    return None if interleaved is None else KnownGate(interleaved, limit, alpha)
+
 
 def grouped_product(
-    x: Tensor, weights: MXTensor, contracted: int, groups: Groups, bias: Tensor | None = None
+    x: Tensor,
+    weights: MXTensor,
+    contracted: int,
+    groups: Groups,
+    bias: Tensor | None = None,
+    gate: KnownGate | None = None,
 ) -> Tensor:
     """Each row of `x` times the matrix of its group, contracting the weights' axis `contracted` (-1 or -2).
 
@@ -35,6 +53,8 @@ def grouped_product(
         x: [S, width] sorted by group; or [T, width] in any order with `groups.rows`, each row then quantized once.
         weights: a stack of E matrices.
         bias: [E, as wide as the result], or None.
+        gate: what `x` goes through first, gates and ups in twice as many columns: on the way into the product, where
+            the backend does that.
 
     Returns:
         [S, ...] in the dtype of `x`; zero beyond the last group.
@@ -43,26 +63,33 @@ def grouped_product(
         ValueError, TypeError, NotImplementedError: operands that do not fit, or a backend that cannot compute it.
     """
     if torch.compiler.is_compiling():
-        result: Tensor = torch.ops.mxquant.grouped_product(x, weights, contracted, *groups, bias)
+        result: Tensor = torch.ops.mxquant.grouped_product(x, weights, contracted, *groups, bias, *_arguments_of(gate))
         return result
-    return _product(x, weights, contracted, groups, bias)
+    return _product(x, weights, contracted, groups, bias, gate)
 
 
-def _product(x: Tensor, weights: MXTensor, contracted: int, groups: Groups, bias: Tensor | None) -> Tensor:
+def _product(
+    x: Tensor, weights: MXTensor, contracted: int, groups: Groups, bias: Tensor | None, gate: KnownGate | None = None
+) -> Tensor:
     if weights.dim() != 3 or x.dim() != 2 or groups.offsets.shape != weights.shape[:1]:
         raise ValueError(
             f"a grouped matmul takes an input [S, K], a stack of E matrices and offsets [E]; got {tuple(x.shape)}, "
             f"{tuple(weights.shape)} and {tuple(groups.offsets.shape)}"
         )
-    check_operands(x, weights, contracted, bias)
+    check_operands(x, weights, contracted, bias, gated=gate is not None)
     contraction = "blocked" if weights.axis == contracted else "unblocked"
     problem = describe(weights, x.dtype, contraction=contraction)
     backend, weights = choose_backend(weights, problem)
+    if gate is not None:
+        if backend.gates and contraction == "blocked" and (problem.rotation is None or backend.rotates):
+            problem = describe(weights, x.dtype, gate=gate)
+        else:
+            x, gate = gated(x, gate), None
     if not is_traced(x, weights.qdata):
         return _run(x, weights, bias, groups, problem, backend)
     text, shape = weights.metadata.to_json(), physical_shape(weights)
     result: Tensor = torch.ops.mxquant.grouped_matmul(
-        x, *weights.operand, bias, *groups, text, shape, contraction, backend.name
+        x, *weights.operand, bias, *groups, text, shape, contraction, backend.name, *_arguments_of(gate)
     )
     return result
 
@@ -93,11 +120,14 @@ def _grouped_matmul_op(
     physical: Sequence[int],
     contraction: str,
     backend: str,
+    interleaved: bool | None,
+    limit: float | None,
+    alpha: float | None,
 ) -> Tensor:
     parsed, _ = metadata_from_json(metadata)
     operand = Operand(qdata, scale, per_tensor_scale, activation_scale)
     weights = MXTensor(operand, parsed, logical_shape(physical, parsed.axis))
-    problem = describe(weights, x.dtype, contraction=contraction)
+    problem = describe(weights, x.dtype, contraction=contraction, gate=_gate_of(interleaved, limit, alpha))
     return _run(x, weights, bias, Groups(offsets, rows), problem, get_backend(backend))
 
 
@@ -115,6 +145,9 @@ def _(
     physical: Sequence[int],
     contraction: str,
     backend: str,
+    interleaved: bool | None,
+    limit: float | None,
+    alpha: float | None,
 ) -> Tensor:
     width = physical[-2] if contraction == "blocked" else physical[-1]
     return x.new_empty(Groups(offsets, rows).count(x), width)
@@ -139,13 +172,30 @@ def grouped_mm(
 
 @torch.library.custom_op("mxquant::grouped_product", mutates_args=())
 def _grouped_product_op(
-    x: Tensor, weights: Tensor, contracted: int, offsets: Tensor, rows: Tensor | None, bias: Tensor | None
+    x: Tensor,
+    weights: Tensor,
+    contracted: int,
+    offsets: Tensor,
+    rows: Tensor | None,
+    bias: Tensor | None,
+    interleaved: bool | None,
+    limit: float | None,
+    alpha: float | None,
 ) -> Tensor:
     raise NotImplementedError(f"grouped_product takes quantized weights; got {type(weights).__name__}")
 
 
 @implements(torch.ops.mxquant.grouped_product.default)
 def _(
-    x: Tensor, weights: MXTensor, contracted: int, offsets: Tensor, rows: Tensor | None, bias: Tensor | None
+    x: Tensor,
+    weights: MXTensor,
+    contracted: int,
+    offsets: Tensor,
+    rows: Tensor | None,
+    bias: Tensor | None,
+    interleaved: bool | None,
+    limit: float | None,
+    alpha: float | None,
 ) -> Tensor:
-    return _product(x, weights, contracted, Groups(offsets, rows), bias)
+    gate = _gate_of(interleaved, limit, alpha)
+    return _product(x, weights, contracted, Groups(offsets, rows), bias, gate)

@@ -78,8 +78,8 @@ def choose_backend(weight: MXTensor, problem: Problem) -> tuple[Backend, MXTenso
     return backend, prepared
 
 
-def check_operands(x: Tensor, weight: MXTensor, contracted: int, bias: Tensor | None) -> None:
-    """Refuse operands that no product can be made of.
+def check_operands(x: Tensor, weight: MXTensor, contracted: int, bias: Tensor | None, *, gated: bool = False) -> None:
+    """Refuse operands that no product can be made of; `gated`: the input holds gates and ups, twice as many.
 
     Raises:
         NotImplementedError: both sides are quantized, or the blocked axis is not one of the last two.
@@ -103,9 +103,12 @@ def check_operands(x: Tensor, weight: MXTensor, contracted: int, bias: Tensor | 
         raise NotImplementedError(
             f"{weight!r} is blocked along axis {metadata.axis}, not one of the last two; call .dequantize() first"
         )
-    width = shape[contracted]
+    width = shape[contracted] * 2 if gated else shape[contracted]
     if x.dim() == 0 or x.shape[-1] != width:
-        raise ValueError(f"input of shape {tuple(x.shape)} does not fit {weight!r}: its last axis must be {width}")
+        raise ValueError(
+            f"input of shape {tuple(x.shape)} does not fit {weight!r}: its last axis must be {width}"
+            + (", gates and ups" if gated else "")
+        )
     if bias is not None:
         made = (*shape[:-2], shape[-1 if contracted == -2 else -2])
         if tuple(bias.shape) != made:

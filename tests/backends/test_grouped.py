@@ -1,15 +1,18 @@
 """The protocol of grouped matmuls: who is asked, what a backend gets, and what the default makes of `matmul` alone."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 from matmul_reference import FORMATS, activation64, assert_product, decode64, quantized
 from torch import Tensor
+from torch._dynamo.backends.common import aot_autograd
 
 from mxquant import EmulatedMXTensor, MXTensor, list_backends, quantize, register_backend
 from mxquant.backends import Backend, Groups, Operand, Problem, candidates, unregister_backend
 from mxquant.backends.emulation import Emulation
+from mxquant.kernels.gate import KnownGate
 from mxquant.tensor import as_weight, describe, grouped_product
 
 E, N, K = 3, 10, 72
@@ -58,6 +61,25 @@ class GroupedOnly(Backend):
     ) -> Tensor:
         GroupedOnly.given.append((weights, groups, problem))
         return Emulation().grouped_matmul(x, weights, bias, groups, problem)
+
+
+class Gating(GroupedOnly):
+    """Gates the input itself."""
+
+    name = "gating"
+    gates = True
+    rows: list[Tensor] = []  # noqa: RUF012, one list on purpose
+
+    def reject(self, problem: Problem) -> str | None:
+        assert problem.gate is None
+        return None
+
+    def grouped_matmul(
+        self, x: Tensor, weights: Operand, bias: Tensor | None, groups: Groups, problem: Problem
+    ) -> Tensor:
+        Gating.rows.append(x)
+        x = x if problem.gate is None else problem.gate(None, x)
+        return super().grouped_matmul(x, weights, bias, groups, problem)
 
 
 def assert_grouped(y: Tensor, x: Tensor, weight: MXTensor, bias: Tensor | None, activation: str | None) -> None:
@@ -145,3 +167,57 @@ def test_what_does_not_fit_is_refused(x: Tensor, groups: Groups) -> None:
     weight = quantized(torch.randn(E, N, K), "mxfp4")
     with pytest.raises(ValueError, match=r"takes an input \[S, K\]|does not fit"):
         grouped_product(x, weight, -1, groups)
+
+
+@pytest.mark.parametrize("gate", [KnownGate(False), KnownGate(True, 7.0, 1.702)])
+@pytest.mark.parametrize("rotation", [None, 32])
+def test_a_gate_is_applied_by_the_backend_that_says_so(gate: KnownGate, rotation: int | None) -> None:
+    """Not where it would have to come before a rotation that the backend leaves to others, nor across the blocks."""
+    register_backend(Gating)
+    k = 96
+    weight = as_weight(quantize(torch.randn(E, N, k), "mxfp4", rotation=rotation).with_activation("mxfp4"))
+    both, bias = torch.randn(6, 2 * k), torch.randn(E, N)
+    expected = grouped_product(gate(None, both), weight, -1, Groups(OFFSETS), bias)
+    Gating.rows.clear()
+    GroupedOnly.given.clear()
+    assert torch.equal(grouped_product(both, weight, -1, Groups(OFFSETS), bias, gate), expected)
+    (_, _, problem), (x,) = GroupedOnly.given[0], Gating.rows
+    assert problem.gate == (gate if rotation is None else None)
+    assert x.shape[1] == (2 * k if rotation is None else k)
+    others = as_weight(weight.canonical(), "emulation")
+    assert torch.equal(grouped_product(both, others, -1, Groups(OFFSETS), bias, gate), expected)
+    assert len(Gating.rows) == 1
+    with pytest.raises(ValueError, match=f"its last axis must be {2 * k}, gates and ups"):
+        grouped_product(both[:, :k], weight, -1, Groups(OFFSETS), bias, gate)
+    across = both[:, : 2 * N].contiguous()
+    y = grouped_product(across, weight.with_activation(None), -2, Groups(OFFSETS), None, gate)
+    assert torch.equal(y, grouped_product(gate(None, across), weight.with_activation(None), -2, Groups(OFFSETS)))
+    assert Gating.rows[-1].shape[1] == N
+
+
+@pytest.mark.parametrize("gate", [KnownGate(False), KnownGate(True, 7.0, 1.702), KnownGate(True, 7.0, 1.5)])
+def test_a_gate_in_a_graph(gate: KnownGate) -> None:
+    """Of the operator where the backend applies it, else of torch's operators before it."""
+    register_backend(Gating)
+    weight = as_weight(quantize(torch.randn(E, N, K), "mxfp4").with_activation("mxfp4"))
+    both = torch.randn(6, 2 * K)
+    for stack in (weight, as_weight(weight.canonical(), "emulation")):
+        graphs: list[torch.fx.GraphModule] = []
+
+        def keep(graph: torch.fx.GraphModule, inputs: list[Tensor], kept: list[torch.fx.GraphModule] = graphs) -> Any:
+            kept.append(graph)
+            return graph.forward
+
+        torch._dynamo.reset()
+        compiled = torch.compile(
+            lambda x, stack=stack: grouped_product(x, stack, -1, Groups(OFFSETS), None, gate),
+            fullgraph=True,
+            backend=aot_autograd(fw_compiler=keep),
+        )
+        with torch.no_grad():
+            assert torch.equal(compiled(both), grouped_product(both, stack, -1, Groups(OFFSETS), None, gate))
+        targets = [str(node.target) for graph in graphs for node in graph.graph.nodes if node.op == "call_function"]
+        (product,) = [node for graph in graphs for node in graph.graph.nodes if "grouped_matmul" in str(node.target)]
+        fused = stack is weight
+        assert product.args[-3:] == ((gate.interleaved, gate.limit, gate.alpha) if fused else (None, None, None))
+        assert ("aten.mul.Tensor" in targets) is not fused

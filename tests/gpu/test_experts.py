@@ -87,3 +87,31 @@ def test_a_captured_block_follows_its_routing(activation: str | None, tokens: in
     graph.replay()
     assert torch.equal(captured, experts_forward(block, x, other, weights))
     assert not torch.equal(captured, expected)
+
+
+@hopper
+@pytest.mark.parametrize("rotation", [None, 32])
+@pytest.mark.parametrize("activation", [None, "mxfp4"])
+def test_the_gate_is_no_launch_of_its_own(activation: str | None, rotation: int | None) -> None:
+    """But where a rotation comes between it and a fold that does not rotate; and in a graph the block is the same."""
+    import triton
+
+    block = Experts().to("cuda", torch.bfloat16).requires_grad_(False)
+    quantize_(block, {"moe": {"weight": "mxfp4", "activation": activation, "rotation": rotation}})
+    x, (ids, weights) = torch.randn(TOKENS, HIDDEN).bfloat16().cuda(), (t.cuda() for t in routed(TOKENS))
+    expected, names = experts_forward(block, x, ids, weights), []
+    hook = lambda data: names.append(data.get()["name"])  # noqa: E731
+    triton.knobs.runtime.launch_enter_hook.add(hook)
+    try:
+        y = experts_forward(block, x, ids, weights)
+    finally:
+        triton.knobs.runtime.launch_enter_hook.remove(hook)
+    assert torch.equal(y, expected)
+    fused = activation is not None or rotation is None
+    assert names.count("_gate_kernel") == (0 if fused else 1)
+    assert sum("fold" in name for name in names) == 2
+    compiled = torch.compile(lambda *a: experts_forward(block, *a), fullgraph=True)
+    with torch.no_grad():
+        y = compiled(x, ids, weights)
+    # Routing and sums are torch's in a graph: the sum over experts is rounded as it likes.
+    assert (y - expected).float().norm() < 5e-3 * expected.float().norm()

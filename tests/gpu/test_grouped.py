@@ -4,10 +4,12 @@ import pytest
 import torch
 from matmul_reference import activation64, assert_product, decode64
 from native_cases import TENSOR_CORE_CASES, Case, needs_gpu
+from poison import POISONS, poisoned_workspaces
 from torch import Tensor
 
 from mxquant import MXTensor, explain, quantize
 from mxquant.backends import Groups
+from mxquant.kernels.gate import KnownGate
 from mxquant.modules.routing import route
 from mxquant.tensor import as_weight, grouped_product
 
@@ -77,3 +79,48 @@ def test_sorted_rows_need_no_gathering(case: Case, device: torch.device) -> None
     rows = torch.arange(70, device=device)
     y = grouped_product(x, weights, -1, Groups(offsets))
     assert torch.equal(y, grouped_product(x, weights, -1, Groups(offsets, rows)))
+
+
+# Experts, tokens, N and width inside an expert: one row and many, groups of one and more tiles, odd rests of columns.
+GATED_SIZES = [
+    (4, 1, 64, 256),
+    (8, 40, 128, 288),
+    (8, 16, 2880, 2880),
+    (3, 500, 128, 704),
+    (4, 2100, 64, 2880),
+    (2, 70, 64, 16640),
+]
+
+
+@pytest.mark.parametrize("rotation", [None, 32])
+@pytest.mark.parametrize("gate", [KnownGate(False), KnownGate(True), KnownGate(True, 7.0, 1.702)])
+@pytest.mark.parametrize("size", GATED_SIZES, ids=str)
+@pytest.mark.parametrize("case", TENSOR_CORE_CASES)
+def test_gated_groups(
+    case: Case, size: tuple[int, ...], gate: KnownGate, rotation: int | None, device: torch.device
+) -> None:
+    """Bit by bit what the gate's own kernel and the product of its rows give, amid poison; with rows that do not fold,
+    NaN and Inf, and rows of no expert. Another gate shows.
+    """
+    from mxquant.kernels.gate_rows import gate as gate_kernel  # imports triton, which is not everywhere
+
+    experts, places, n, k = size
+    w = quantize(torch.randn(experts, n, k, device=device).bfloat16(), case.format, rotation=rotation)
+    weights = as_weight(w.with_activation(case.activation))
+    assert explain(weights).chosen == case.backend
+    both = 3 * torch.randn(places, 2 * k, device=device).bfloat16()
+    both[places // 2, :64] *= 2.0**-60
+    both[places // 2, k : k + 64] *= 2.0**-60
+    both[places // 3, 5] = torch.nan if places > 1 else 1.0
+    both[places // 4, 3 : 2 * k : k] = torch.inf if places > 1 else 1.0
+    ends = torch.randint(0, places + 1, (experts,), device=device).sort().values.to(torch.int32)
+    ends[-1] = max(1, places - 3)
+    groups = Groups(ends)
+    expected = grouped_product(gate_kernel(both, gate), weights, -1, groups)
+    for byte in POISONS:
+        with poisoned_workspaces(byte):
+            y = grouped_product(both, weights, -1, groups, gate=gate)
+        assert torch.equal(y.nan_to_num(), expected.nan_to_num())
+        assert torch.equal(y.isnan(), expected.isnan())
+    other = KnownGate(not gate.interleaved, gate.limit, gate.alpha)
+    assert not torch.equal(grouped_product(both, weights, -1, groups, gate=other).nan_to_num(), expected.nan_to_num())

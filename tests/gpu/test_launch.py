@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from mxquant import MXFP4Config, MXTensor, quantize, quantize_
 from mxquant.backends import Groups
+from mxquant.kernels.gate import KnownGate
 from mxquant.tensor import as_weight
 from mxquant.tensor.grouped import grouped_product
 
@@ -301,20 +302,28 @@ def test_plans_on_a_second_device(activation: str | None) -> None:
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_a_plan_of_groups_is_for_one_kind_of_call(activation: str | None) -> None:
-    weights, memory = prepared(activation, 4, 128, 512), torch.randn(30000, device="cuda").bfloat16()
+    weights, memory = prepared(activation, 4, 128, 512), torch.randn(50000, device="cuda").bfloat16()
     order = torch.randperm(40, device="cuda")
     bias = at(memory, 0, 4, 128)
 
     def result(
-        rows: int, *, offset: int = 0, gathered: bool = True, bias: Tensor | None = None, device: str = "cuda"
+        rows: int,
+        *,
+        offset: int = 0,
+        gathered: bool = True,
+        bias: Tensor | None = None,
+        gate: KnownGate | None = None,
+        device: str = "cuda",
     ) -> Tensor:
         ends = torch.tensor([0, rows // 2, rows // 2, rows], dtype=torch.int32, device=device)
         groups = Groups(ends, order[:rows] if gathered else None)
-        return grouped_product(at(memory, offset, 40 if gathered else rows, 512), weights, -1, groups, bias)
+        x = at(memory, offset, 40 if gathered else rows, 512 if gate is None else 1024)
+        return grouped_product(x, weights, -1, groups, bias, gate)
 
     kinds: list[dict[str, Any]] = [
         {"rows": 3}, {"rows": 1}, {"rows": 40}, {"rows": 3, "offset": 1}, {"rows": 3, "gathered": False},
-        {"rows": 3, "bias": bias}, {"rows": 3, "bias": bias.float()},
+        {"rows": 3, "bias": bias}, {"rows": 3, "bias": bias.float()}, {"rows": 3, "gate": KnownGate(False)},
+        {"rows": 3, "gate": KnownGate(True)}, {"rows": 3, "gate": KnownGate(True, 7.0, 1.702)},
     ]  # fmt: skip
     with launched_by_triton():
         expected = [result(**kind) for kind in kinds]

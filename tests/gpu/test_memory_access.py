@@ -7,6 +7,8 @@ Without its cache torch gives each tensor an allocation of its own size, so that
 are compared as everywhere, so the tests mean something without the sanitizer, too.
 """
 
+import itertools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -19,9 +21,9 @@ from mxquant.formats import ACTIVATION_FORMATS, get_format, resolve_scale_mode
 from mxquant.formats.block import dequantize_blocks
 from mxquant.formats.block import quantize_blocks as cast_twin
 from mxquant.kernels import has_triton
+from mxquant.kernels.gate import KnownGate
 from mxquant.kernels.qdq import quantize_dequantize as fakequant_twin
 from mxquant.kernels.rotate import rotate, rotated
-from mxquant.modules.gates import KnownGate
 from mxquant.modules.routing import route
 from mxquant.tensor import as_weight, grouped_product
 
@@ -60,18 +62,39 @@ def test_cast_whole_blocks(format: str, dtype: torch.dtype, device: torch.device
 
 @pytest.mark.parametrize("columns", [32, 96, 416])
 def test_fold_and_rotate(columns: int, device: torch.device) -> None:
-    from mxquant.kernels.fold import fold_activation_torch, fold_rotated
+    from mxquant.kernels.fold import fold_activation_torch, fold_input
 
     x = torch.randn(5, columns).bfloat16()
     x[3, 0] = torch.nan
     expected = rotate(x, 32).bfloat16()
     assert torch.equal(rotated(x[:3].to(device), 32, torch.bfloat16).cpu(), expected[:3])
     for permute in (False, True):
-        values, scales, before = fold_rotated(x.to(device), "even", permute=permute)
+        values, scales, before = fold_input(x.to(device), "even", permute=permute, rotated=True)
         twin, twin_scales = fold_activation_torch(x, "even", permute=permute, rotated=True)
         assert torch.equal(values.cpu()[:3].float(), twin[:3].float())
         assert torch.equal(scales.cpu().nan_to_num(), twin_scales.nan_to_num())
         assert torch.equal(before.cpu()[3].nan_to_num(), expected[3].nan_to_num())
+
+
+@pytest.mark.parametrize("columns", [32, 96, 416, 16640])
+def test_gate_and_fold(columns: int, device: torch.device) -> None:
+    from mxquant.kernels.fold import fold_input
+    from mxquant.kernels.gate_rows import gate
+
+    for known, mode, turned in itertools.product(
+        (KnownGate(False), KnownGate(True, 7.0, 1.702)), ("even", None), (False, True)
+    ):
+        if mode is None and turned:
+            continue
+        both = torch.randn(5, 2 * columns, device=device).bfloat16()
+        both[3, 0] = torch.nan
+        gated = gate(both, known)
+        values, scales, before = fold_input(both, mode, permute=True, rotated=turned, gate=known)
+        expected, expected_scales, _ = fold_input(gated, mode, permute=True, rotated=turned)
+        assert torch.equal(values[:3].float(), expected[:3].float())
+        assert torch.equal(scales.nan_to_num(), expected_scales.nan_to_num())
+        kept = rotated(gated[3:4], 32, torch.bfloat16)[0] if turned else gated[3]
+        assert torch.equal(before[3].nan_to_num(), kept.nan_to_num())
 
 
 @pytest.mark.parametrize("format", FORMATS)

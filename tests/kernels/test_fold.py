@@ -11,7 +11,6 @@ from mxquant.kernels.fold import (
     fold_bfloat16,
     fold_bfloat16_torch,
     fold_input,
-    fold_rotated,
 )
 from mxquant.kernels.rotate import rotate
 
@@ -36,7 +35,7 @@ def test_folded_rows_are_those_of_the_twin(columns: int, mode: str, permute: boo
 @pytest.mark.parametrize("permute", [False, True])
 def test_rotated_rows_are_those_of_the_twin(permute: bool, device: torch.device) -> None:
     x = activations(device)
-    values, scales, into = fold_rotated(x, "even", permute=permute)
+    values, scales, into = fold_input(x, "even", permute=permute, rotated=True)
     expected, expected_scales = fold_activation_torch(x.cpu(), "even", permute=permute, rotated=True)
     fit = ~expected_scales.isnan().squeeze(1)
     assert fit.tolist() == [row not in (4, 5, 6) for row in range(9)]
@@ -51,7 +50,7 @@ def test_rotated_rows_are_those_of_the_twin(permute: bool, device: torch.device)
 def test_rotated_rows_longer_than_a_program_holds(device: torch.device) -> None:
     x = torch.randn(2, 16384 + 256).bfloat16().to(device)
     x[1, :32] *= 2.0**-40
-    values, scales, into = fold_rotated(x, "even", permute=True)
+    values, scales, into = fold_input(x, "even", permute=True, rotated=True)
     expected, expected_scales = fold_activation_torch(x.cpu(), "even", permute=True, rotated=True)
     assert torch.equal(values.cpu()[0].float(), expected[0].float())
     assert torch.equal(scales.cpu().nan_to_num(), expected_scales.nan_to_num())
@@ -126,7 +125,7 @@ def test_the_fold_that_a_product_asks_for(mode: str | None, rotated: bool, devic
     x = activations(device, 256).bfloat16()
     values, scales, before = fold_input(x, mode, permute=True, rotated=rotated)
     if rotated:
-        expected = fold_rotated(x, "even", permute=True)[:2]
+        expected = fold_activation_torch(x.cpu(), "even", permute=True, rotated=True)
     else:
         expected = fold_bfloat16(x) if mode is None else fold_activation(x, mode, permute=True)
     fit = ~scales.isnan().squeeze(1)

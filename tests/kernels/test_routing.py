@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from mxquant.kernels.gate import gate
+from mxquant.kernels.gate import KnownGate
+from mxquant.kernels.gate_rows import gate
 from mxquant.kernels.routing import combine, route
 from mxquant.modules import routing
-from mxquant.modules.gates import KnownGate
 
 
 def ids_of(tokens: int, choices: int, experts: int) -> Tensor:
@@ -70,7 +70,7 @@ def test_gates_are_those_of_the_twin(width: int, dtype: torch.dtype, known: Know
     """Each step is rounded alike; the exponential may differ in its last bit, and so each of four steps by an ulp."""
     both = (4 * torch.randn(7, 2 * width)).to(dtype)
     both[2, 3], both[3, 4] = torch.nan, torch.inf
-    ours = gate(both.to(device), known.interleaved, known.limit, known.alpha)
+    ours = gate(both.to(device), known)
     expected = known(None, both)
     rtol = 4 * torch.finfo(dtype).eps
     torch.testing.assert_close(ours.cpu(), expected, rtol=rtol, atol=rtol * 1e-3, equal_nan=True)
@@ -78,6 +78,6 @@ def test_gates_are_those_of_the_twin(width: int, dtype: torch.dtype, known: Know
 
 def test_gate_and_up_swapped_would_show(device: torch.device) -> None:
     both = torch.randn(3, 64).bfloat16()
-    ours = gate(both.to(device), False, None, None).cpu()
+    ours = gate(both.to(device), KnownGate(False)).cpu()
     assert not torch.allclose(ours, KnownGate(False)(None, both.roll(32, 1)), rtol=0.1)
     assert not torch.allclose(ours, KnownGate(True)(None, both), rtol=0.1)

@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -16,9 +16,11 @@ from experts_classes import EXPERTS, HIDDEN, build, fill
 from moe_reference import assert_block, block64, relative_error, routing, run
 
 import mxquant.integrations.transformers  # noqa: F401, registers the implementation
-from mxquant import dequantize_, experts_forward, quantize_
-from mxquant.backends import emulation
+from mxquant import dequantize_, experts_forward, quantize_, register_backend
+from mxquant.backends import Backend, Groups, Operand, Problem, emulation, unregister_backend
+from mxquant.kernels.gate import KnownGate
 from mxquant.modules.routing import route
+from mxquant.tensor import as_weight
 
 GPT_OSS = ("transformers.models.gpt_oss.modeling_gpt_oss", "GptOssExperts")
 MIXTRAL = ("transformers.models.mixtral.modeling_mixtral", "MixtralExperts")
@@ -229,6 +231,51 @@ def test_the_blocks_own_clamp_and_alpha_are_used(limit: float, alpha: float) -> 
     y = experts_forward(experts, x, ids, weights)
     assert_block(y, block64(experts, x, ids, weights, "mxfp4"), BOUND)
     assert relative_error(y, usual) > 1000 * BOUND
+
+
+class Gating(Backend):
+    """Applies gates itself, and keeps them."""
+
+    name = "gating"
+    gates = True
+    seen: ClassVar[list[tuple[KnownGate | None, int]]] = []
+
+    def reject(self, problem: Problem) -> str | None:
+        return None
+
+    def matmul(self, x: Tensor, weight: Operand, bias: Tensor | None, problem: Problem) -> Tensor:
+        return emulation.Emulation().matmul(x, weight, bias, problem)
+
+    def grouped_matmul(
+        self, x: Tensor, weights: Operand, bias: Tensor | None, groups: Groups, problem: Problem
+    ) -> Tensor:
+        Gating.seen.append((problem.gate, x.shape[1]))
+        x = x if problem.gate is None else problem.gate(None, x)
+        return emulation.Emulation().grouped_matmul(x, weights, bias, groups, problem)
+
+
+@pytest.mark.parametrize(
+    "which, gate", [(MIXTRAL, KnownGate(False)), (GPT_OSS, KnownGate(True, 7.0, 1.702))], ids=lambda one: str(one)[:60]
+)
+def test_the_gate_is_left_to_a_backend_that_applies_it(which: tuple[str, str], gate: KnownGate) -> None:
+    """But not where the hidden states need a gradient."""
+    experts, arguments = block(which), tokens()
+    expected = experts_forward(experts, *arguments)
+    width = experts.down_proj.shape[-2 if which == GPT_OSS else -1]
+    register_backend(Gating)
+    try:
+        for name in ("gate_up_proj", "down_proj"):
+            weight = as_weight(getattr(experts, name).canonical(), "gating")
+            setattr(experts, name, nn.Parameter(weight, requires_grad=False))
+        Gating.seen.clear()
+        assert torch.equal(experts_forward(experts, *arguments), expected)
+        assert Gating.seen == [(None, HIDDEN), (gate, 2 * width)]
+        Gating.seen.clear()
+        x = arguments[0].requires_grad_()
+        assert_block(experts_forward(experts, x, *arguments[1:]).detach(), expected, BOUND)
+        assert Gating.seen == [(None, HIDDEN), (None, width)]
+    finally:
+        unregister_backend("gating")
 
 
 # Gradients
