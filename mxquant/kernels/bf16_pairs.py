@@ -35,10 +35,8 @@ _ODD_PAIR_PTX = tl.constexpr(
 
 _LOOK_UP_PTX = tl.constexpr(
     """{
-        .reg .b32 sign;
         prmt.b32 $0, $1, $2, $3;
-        prmt.b32 sign, $4, $5, 0x7531;
-        lop3.b32 $0, sign, 0x80808080, $0, 0xEA;
+        lop3.b32 $0, $4, 0x80808080, $0, 0xEA;
     }"""
 )
 
@@ -47,6 +45,28 @@ _LOOK_UP_PTX = tl.constexpr(
 def pair(low: tl.tensor, high: tl.tensor) -> tl.tensor:
     """A word of the low halves of two int32 tensors."""
     return (low & 0xFFFF) | (high << 16)
+
+
+@triton.jit
+def high_bytes(first: tl.tensor, second: tl.tensor) -> tl.tensor:
+    """The high byte of each half of two words: those of the low halves, then those of the high halves."""
+    if INTERPRETED:
+        return ((first >> 8) & 0x00FF00FF) | (second & -0x00FF0100)
+    else:
+        return tl.inline_asm_elementwise(
+            "prmt.b32 $0, $1, $2, 0x7351;", "=r,r,r", [first, second], dtype=tl.int32, is_pure=True, pack=1
+        )
+
+
+@triton.jit
+def four_high_bytes(first: tl.tensor, second: tl.tensor) -> tl.tensor:
+    """As `high_bytes`, but those of the first word, then those of the second."""
+    if INTERPRETED:
+        return (first >> 8) & 0xFF | (first >> 16) & 0xFF00 | (second << 8) & 0xFF0000 | second & -0x1000000
+    else:
+        return tl.inline_asm_elementwise(
+            "prmt.b32 $0, $1, $2, 0x7531;", "=r,r,r", [first, second], dtype=tl.int32, is_pure=True, pack=1
+        )
 
 
 @triton.jit
@@ -100,13 +120,24 @@ def min_pairs(a: tl.tensor, b: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
+def top_pair(low: tl.tensor, high: tl.tensor) -> tl.tensor:
+    """A word of the high halves of two int32 tensors: of numbers given by their fp32 bits, cut off."""
+    if INTERPRETED:
+        return (low >> 16) & 0xFFFF | high & TOP_HALF
+    else:
+        return tl.inline_asm_elementwise(
+            "prmt.b32 $0, $1, $2, 0x7632;", "=r,r,r", [low, high], dtype=tl.int32, is_pure=True, pack=1
+        )
+
+
+@triton.jit
 def odd_pair(low: tl.tensor, high: tl.tensor) -> tl.tensor:
     """A word of two numbers, given by their fp32 bits, rounded to odd: cut off, with the last bit set where that lost
     something. What is then rounded to six significant bits or fewer comes out as from fp32 itself; NaN stays NaN.
     """
     if INTERPRETED:
         lost = tl.where((low & 0xFFFF) != 0, 1, 0) | tl.where((high & 0xFFFF) != 0, 0x10000, 0)
-        return (low >> 16) & 0xFFFF | high & TOP_HALF | lost
+        return top_pair(low, high) | lost
     else:
         return tl.inline_asm_elementwise(
             _ODD_PAIR_PTX, "=&r,r,r,r", [low, high, 0x10001], dtype=tl.int32, is_pure=True, pack=1
@@ -130,22 +161,21 @@ def _bfloat16_bits(value: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def look_up(low: tl.tensor, high: tl.tensor, index: tl.tensor, first: tl.tensor, second: tl.tensor) -> tl.tensor:
-    """Four bytes of a table of eight (`low` holds the first four), with the signs of two pairs of bf16.
+def look_up(low: tl.tensor, high: tl.tensor, index: tl.tensor, signs: tl.tensor) -> tl.tensor:
+    """Four bytes of a table of eight (`low` holds the first four), each with the top bit of the same byte of `signs`.
 
     Args:
         index: which, in the lowest four nibbles, each below 8.
-        first, second: the pairs; the lower number of `first` gives the lowest byte its sign.
     """
     if INTERPRETED:
-        word = (first >> 8) & 0x80 | (first >> 16) & 0x8000 | (second << 8) & 0x800000 | second & -0x80000000
+        word = signs & -0x7F7F7F80
         for i in tl.static_range(4):
             code = (index >> (4 * i)) & 7
             word |= ((tl.where(code < 4, low, high) >> (8 * (code & 3))) & 0xFF) << (8 * i)
         return word
     else:
         return tl.inline_asm_elementwise(
-            _LOOK_UP_PTX, "=&r,r,r,r,r,r", [low, high, index, first, second], dtype=tl.int32, is_pure=True, pack=1
+            _LOOK_UP_PTX, "=&r,r,r,r,r", [low, high, index, signs], dtype=tl.int32, is_pure=True, pack=1
         )
 
 

@@ -25,9 +25,8 @@ from torch import Tensor
 
 from mxquant.formats.block import dequantize_blocks, quantize_blocks
 from mxquant.formats.spec import FORMATS
-from mxquant.kernels.bf16_pairs import fp8_word, look_up
+from mxquant.kernels.bf16_pairs import four_high_bytes, fp8_word, look_up
 from mxquant.kernels.block_in_thread import (
-    four_nibbles,
     fp32_values,
     joined_words,
     load_pairs,
@@ -39,6 +38,7 @@ from mxquant.kernels.butterfly import rotate_block
 from mxquant.kernels.encode_pairs import encode_pairs, largest_of_pairs
 from mxquant.kernels.launch import cached_launch, cdiv, next_power_of_2
 from mxquant.kernels.overlap import let_next_start
+from mxquant.kernels.pack_codes import four_nibbles
 from mxquant.kernels.plan import Buffer, Step
 from mxquant.kernels.rotate import rotate
 from mxquant.kernels.triton_numerics import INTERPRETED, e8m0_from_amax, e8m0_reciprocal, fp32_bits, round_to_element
@@ -211,28 +211,39 @@ def quantize_mxfp4(value: tl.tensor, MODE: tl.constexpr) -> tuple[tl.tensor, ...
 
 
 @triton.jit
-def _quantize_part(
-    x: tl.tensor, DTYPE: tl.constexpr, MODE: tl.constexpr, ROTATED: tl.constexpr
-) -> tuple[tl.tuple, tl.tuple, tl.tensor, tl.tensor]:
-    """Pairs and codes of the blocks that begin at `x`, one in each thread, their exponents, 255 for Inf and NaN, and
-    whether they are empty.
-    """
-    pairs = load_pairs(x)
-    if ROTATED:
-        tl.static_assert(tl.bfloat16 == DTYPE)
-        pairs = nearest_pairs(rotate_block(fp32_values(pairs, DTYPE)))
-    elif tl.bfloat16 != DTYPE:
-        pairs = odd_pairs(fp32_values(pairs, DTYPE))
-    exponent = e8m0_from_amax(largest_of_pairs(pairs), 2, 1, 7, MODE)
-    codes = encode_pairs(pairs, e8m0_reciprocal(exponent), 2, 1, 7, MODE == "floor")
-    some = codes[0]
-    for i in tl.static_range(1, 16):
-        some = some | codes[i]
-    return pairs, codes, exponent, ((some & 0x70007) == 0) & (exponent != 255)
+def _rotated_pairs(x: tl.tensor, DTYPE: tl.constexpr) -> tl.tuple:
+    """Pairs of the blocks that begin at `x`, one in each thread, rotated and rounded."""
+    tl.static_assert(tl.bfloat16 == DTYPE)
+    return nearest_pairs(rotate_block(fp32_values(load_pairs(x), DTYPE)))
 
 
 @triton.jit
-def _folded_words(pairs: tl.tuple, codes: tl.tuple, relative: tl.tensor, inside: tl.tensor) -> tl.tensor:
+def _quantize_part(
+    x: tl.tensor, DTYPE: tl.constexpr, MODE: tl.constexpr, ROTATED: tl.constexpr
+) -> tuple[tl.tuple, tl.tuple, tl.tensor, tl.tensor]:
+    """Of the blocks that begin at `x`, one in each thread: magnitudes' codes, four in the low half of a word, and four
+    bytes with their signs on top; exponents, 255 for Inf and NaN; and whether they are empty. A row's extremes are
+    waited for with these in registers, which are half as many as pairs and their codes.
+    """
+    pairs = _rotated_pairs(x, DTYPE) if ROTATED else load_pairs(x)
+    if tl.bfloat16 != DTYPE:
+        values = fp32_values(pairs, DTYPE)
+        pairs = odd_pairs(values[0::2], values[1::2])
+    exponent = e8m0_from_amax(largest_of_pairs(pairs), 2, 1, 7, MODE)
+    codes = encode_pairs(pairs, e8m0_reciprocal(exponent), MODE == "floor")
+    nibbles: tl.tuple = ()
+    signs: tl.tuple = ()
+    for i in tl.static_range(0, 16, 2):
+        nibbles = nibbles + (four_nibbles(codes[i], codes[i + 1]),)
+        signs = signs + (four_high_bytes(pairs[i], pairs[i + 1]),)
+    some = nibbles[0]
+    for i in tl.static_range(1, 8):
+        some = some | nibbles[i]
+    return nibbles, signs, exponent, ((some & 0x7777) == 0) & (exponent != 255)
+
+
+@triton.jit
+def _folded_words(nibbles: tl.tuple, signs: tl.tuple, relative: tl.tensor, inside: tl.tensor) -> tl.tensor:
     """E2M1 codes times 2^relative as E5M2, by a table of each block's eight magnitudes: words [threads, 8]; of blocks
     that are not there, zeros.
     """
@@ -241,8 +252,8 @@ def _folded_words(pairs: tl.tuple, codes: tl.tuple, relative: tl.tensor, inside:
     low = fp8_word(one * 0.0, one * 0.5, one, one * 1.5, 5, 2)
     high = fp8_word(one * 2.0, one * 3.0, one * 4.0, one * 6.0, 5, 2)
     words: tl.tuple = ()
-    for i in tl.static_range(0, 16, 2):
-        words = words + (look_up(low, high, four_nibbles(codes[i], codes[i + 1]), pairs[i], pairs[i + 1]),)
+    for i in tl.static_range(8):
+        words = words + (look_up(low, high, nibbles[i], signs[i]),)
     return joined_words(words)
 
 
@@ -315,30 +326,36 @@ def _fold_activation_kernel(
     x += tl.minimum(row, M - 1) * x_stride
     block = tl.arange(0, ROWS * BLOCKS) % BLOCKS
     last = K // 32 - 1
-    pairs, codes, exponent, empty = _quantize_part(x + tl.minimum(block, last) * 32, DTYPE, MODE, ROTATED)
+    nibbles, signs, exponent, empty = _quantize_part(x + tl.minimum(block, last) * 32, DTYPE, MODE, ROTATED)
     highest, lowest = _extremes(exponent, empty, ROWS, BLOCKS)
     if not ONE_PART:
         for first in range(BLOCKS, width // 32, BLOCKS):
             part = x + tl.minimum(first + block, last) * 32
-            pairs, codes, exponent, empty = _quantize_part(part, DTYPE, MODE, ROTATED)
+            nibbles, signs, exponent, empty = _quantize_part(part, DTYPE, MODE, ROTATED)
             high, low = _extremes(exponent, empty, ROWS, BLOCKS)
             highest, lowest = tl.maximum(highest, high), tl.minimum(lowest, low)
     fits = (highest - lowest <= SPAN) & (highest != 255)
     tl.store(row_scale + rows, tl.where(fits, row_factor(highest, TOP), float("nan")), mask=rows < M)
 
     for first in range(0, width // 32, BLOCKS):
+        part = x + tl.minimum(first + block, last) * 32
         if not ONE_PART:
-            part = x + tl.minimum(first + block, last) * 32
-            pairs, codes, exponent, empty = _quantize_part(part, DTYPE, MODE, ROTATED)
+            nibbles, signs, exponent, empty = _quantize_part(part, DTYPE, MODE, ROTATED)
         relative = exponent - _each_block(highest, ROWS, BLOCKS) + TOP
-        folded = _folded_words(pairs, codes, relative, first + block <= last)
+        folded = _folded_words(nibbles, signs, relative, first + block <= last)
         _store_folded(values, folded, rows, first, M, width, PERMUTE, ROWS, BLOCKS)
         if ROTATED and (not UNFIT_ONLY or tl.min(fits.to(tl.int32), 0) == 0):
             wanted = (row < M) & (first + block <= last)
+            into = rotated.to(tl.pointer_type(tl.int32), bitcast=True) + row * (K // 2)
+            # Rotated again: that row is rare, and what it takes to keep the pairs, or to store them by vectors, are
+            # registers of every row.
+            pairs = _rotated_pairs(part, DTYPE)
             if UNFIT_ONLY:
                 wanted &= _each_block(fits.to(tl.int32), ROWS, BLOCKS) == 0
-            into = rotated.to(tl.pointer_type(tl.int32), bitcast=True) + row * (K // 2)
-            store_block(into, pairs, first + block, wanted)
+                for i in tl.static_range(16):
+                    tl.store(into + (first + block) * 16 + i, pairs[i], mask=wanted)
+            else:
+                store_block(into, pairs, first + block, wanted)
 
 
 @cached_launch
