@@ -48,25 +48,28 @@ def pair(low: tl.tensor, high: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def high_bytes(first: tl.tensor, second: tl.tensor) -> tl.tensor:
-    """The high byte of each half of two words: those of the low halves, then those of the high halves."""
+def choose_bytes(first: tl.tensor, second: tl.tensor, SELECTOR: tl.constexpr) -> tl.tensor:
+    """A word of four of the bytes of two words: those of `first` are 0 to 3, from the lowest, those of `second` 4 to 7.
+
+    Args:
+        SELECTOR: which, a nibble each, for the lowest byte in the lowest nibble.
+    """
     if INTERPRETED:
-        return ((first >> 8) & 0x00FF00FF) | (second & -0x00FF0100)
+        word = first & 0
+        for i in tl.static_range(4):
+            BYTE: tl.constexpr = (SELECTOR >> (4 * i)) & 7
+            word |= (((first if BYTE < 4 else second) >> (8 * (BYTE & 3))) & 0xFF) << (8 * i)
+        return word
     else:
         return tl.inline_asm_elementwise(
-            "prmt.b32 $0, $1, $2, 0x7351;", "=r,r,r", [first, second], dtype=tl.int32, is_pure=True, pack=1
+            "prmt.b32 $0, $1, $2, $3;", "=r,r,r,r", [first, second, SELECTOR], dtype=tl.int32, is_pure=True, pack=1
         )
 
 
 @triton.jit
 def four_high_bytes(first: tl.tensor, second: tl.tensor) -> tl.tensor:
-    """As `high_bytes`, but those of the first word, then those of the second."""
-    if INTERPRETED:
-        return (first >> 8) & 0xFF | (first >> 16) & 0xFF00 | (second << 8) & 0xFF0000 | second & -0x1000000
-    else:
-        return tl.inline_asm_elementwise(
-            "prmt.b32 $0, $1, $2, 0x7531;", "=r,r,r", [first, second], dtype=tl.int32, is_pure=True, pack=1
-        )
+    """The high byte of each half: those of the first word, then those of the second."""
+    return choose_bytes(first, second, 0x7531)
 
 
 @triton.jit
@@ -122,12 +125,7 @@ def min_pairs(a: tl.tensor, b: tl.tensor) -> tl.tensor:
 @triton.jit
 def top_pair(low: tl.tensor, high: tl.tensor) -> tl.tensor:
     """A word of the high halves of two int32 tensors: of numbers given by their fp32 bits, cut off."""
-    if INTERPRETED:
-        return (low >> 16) & 0xFFFF | high & TOP_HALF
-    else:
-        return tl.inline_asm_elementwise(
-            "prmt.b32 $0, $1, $2, 0x7632;", "=r,r,r", [low, high], dtype=tl.int32, is_pure=True, pack=1
-        )
+    return choose_bytes(low, high, 0x7632)
 
 
 @triton.jit

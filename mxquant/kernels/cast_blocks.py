@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mxquant.formats.spec import Format
-from mxquant.kernels.bf16_pairs import fp8_word, high_bytes, pair, top_pair
+from mxquant.kernels.bf16_pairs import four_high_bytes, fp8_word, pair, top_pair
 from mxquant.kernels.block_in_thread import fp32_values, load_block, odd_pairs, store_block, top_pairs
 from mxquant.kernels.butterfly import rotate_block, rotate_block_and_largest
 from mxquant.kernels.encode_pairs import ABOVE, encode_pairs, largest_of_pairs
@@ -207,7 +207,7 @@ def _pack_values(codes: tl.tuple, values: tl.tuple, BITS: tl.constexpr, CANONICA
         words: tl.tuple = ()
         for i in tl.static_range(0, len(codes), 4):
             word = codes[i] & MASK | (codes[i + 1] & MASK) << 8 | (codes[i + 2] & MASK) << 16 | codes[i + 3] << 24
-            tops = high_bytes(top_pair(signs[i], signs[i + 2]), top_pair(signs[i + 1], signs[i + 3]))
+            tops = four_high_bytes(top_pair(signs[i], signs[i + 1]), top_pair(signs[i + 2], signs[i + 3]))
             words = words + (choose_bits(tops, word, -0x7F7F7F80),)
         packed = pack_sixes(words) if BITS == 6 else words
     return packed

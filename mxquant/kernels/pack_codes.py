@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from mxquant.kernels.bf16_pairs import high_bytes, pair
+from mxquant.kernels.bf16_pairs import choose_bytes, pair
 
 _TOPS = tl.constexpr(-0x7F7F7F80)  # the top bits of four bytes
 _NIBBLE_TOPS = tl.constexpr(-0x77777778)
@@ -71,8 +71,8 @@ def pack_nibbles_apart(codes: tl.tuple, signs: tl.tuple, ABOVE: tl.constexpr) ->
     for i in tl.static_range(0, len(codes), 4):
         nibbles = codes[i] ^ (codes[i + 1] << 4) ^ (codes[i + 2] << 8)
         nibbles = nibbles ^ (codes[i + 3] << 12) ^ WORD
-        even = high_bytes(signs[i], signs[i + 2])
-        odd = high_bytes(signs[i + 1], signs[i + 3])
+        even = choose_bytes(signs[i], signs[i + 2], 0x7351)
+        odd = choose_bytes(signs[i + 1], signs[i + 3], 0x7351)
         words = words + (choose_bits(choose_bits(odd, even >> 4, _TOPS), nibbles, _NIBBLE_TOPS),)
     return words
 
@@ -102,9 +102,9 @@ def pack_sixes(words: tl.tuple) -> tl.tuple:
         second = choose_bits(c << 4, b >> 2, -0x0F0F0F10)
         third = choose_bits(d << 2, c >> 4, -0x03030304)
         packed = packed + (
-            (first & 0xFF) | (second & 0xFF) << 8 | (third & 0xFF) << 16 | (first & 0xFF00) << 16,
-            (second >> 8) & 0xFF | third & 0xFF00 | first & 0xFF0000 | (second & 0xFF0000) << 8,
-            (third >> 16) & 0xFF | (first >> 16) & 0xFF00 | (second >> 8) & 0xFF0000 | third & -0x1000000,
+            choose_bytes(choose_bytes(first, second, 0x1040), third, 0x3410),
+            choose_bytes(choose_bytes(second, first, 0x2601), third, 0x3250),
+            choose_bytes(choose_bytes(first, second, 0x0730), third, 0x7216),
         )
     return _wide(packed[0], packed[1]), _wide(packed[2], packed[3]), _wide(packed[4], packed[5])
 
