@@ -35,10 +35,8 @@ _ODD_PAIR_PTX = tl.constexpr(
 
 _LOOK_UP_PTX = tl.constexpr(
     """{
-        .reg .b32 sign;
         prmt.b32 $0, $1, $2, $3;
-        prmt.b32 sign, $4, $5, 0x7531;
-        lop3.b32 $0, sign, 0x80808080, $0, 0xEA;
+        lop3.b32 $0, $4, 0x80808080, $0, 0xEA;
     }"""
 )
 
@@ -47,6 +45,31 @@ _LOOK_UP_PTX = tl.constexpr(
 def pair(low: tl.tensor, high: tl.tensor) -> tl.tensor:
     """A word of the low halves of two int32 tensors."""
     return (low & 0xFFFF) | (high << 16)
+
+
+@triton.jit
+def choose_bytes(first: tl.tensor, second: tl.tensor, SELECTOR: tl.constexpr) -> tl.tensor:
+    """A word of four of the bytes of two words: those of `first` are 0 to 3, from the lowest, those of `second` 4 to 7.
+
+    Args:
+        SELECTOR: which, a nibble each, for the lowest byte in the lowest nibble.
+    """
+    if INTERPRETED:
+        word = first & 0
+        for i in tl.static_range(4):
+            BYTE: tl.constexpr = (SELECTOR >> (4 * i)) & 7
+            word |= (((first if BYTE < 4 else second) >> (8 * (BYTE & 3))) & 0xFF) << (8 * i)
+        return word
+    else:
+        return tl.inline_asm_elementwise(
+            "prmt.b32 $0, $1, $2, $3;", "=r,r,r,r", [first, second, SELECTOR], dtype=tl.int32, is_pure=True, pack=1
+        )
+
+
+@triton.jit
+def four_high_bytes(first: tl.tensor, second: tl.tensor) -> tl.tensor:
+    """The high byte of each half: those of the first word, then those of the second."""
+    return choose_bytes(first, second, 0x7531)
 
 
 @triton.jit
@@ -100,13 +123,19 @@ def min_pairs(a: tl.tensor, b: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
+def top_pair(low: tl.tensor, high: tl.tensor) -> tl.tensor:
+    """A word of the high halves of two int32 tensors: of numbers given by their fp32 bits, cut off."""
+    return choose_bytes(low, high, 0x7632)
+
+
+@triton.jit
 def odd_pair(low: tl.tensor, high: tl.tensor) -> tl.tensor:
     """A word of two numbers, given by their fp32 bits, rounded to odd: cut off, with the last bit set where that lost
     something. What is then rounded to six significant bits or fewer comes out as from fp32 itself; NaN stays NaN.
     """
     if INTERPRETED:
         lost = tl.where((low & 0xFFFF) != 0, 1, 0) | tl.where((high & 0xFFFF) != 0, 0x10000, 0)
-        return (low >> 16) & 0xFFFF | high & TOP_HALF | lost
+        return top_pair(low, high) | lost
     else:
         return tl.inline_asm_elementwise(
             _ODD_PAIR_PTX, "=&r,r,r,r", [low, high, 0x10001], dtype=tl.int32, is_pure=True, pack=1
@@ -130,22 +159,21 @@ def _bfloat16_bits(value: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def look_up(low: tl.tensor, high: tl.tensor, index: tl.tensor, first: tl.tensor, second: tl.tensor) -> tl.tensor:
-    """Four bytes of a table of eight (`low` holds the first four), with the signs of two pairs of bf16.
+def look_up(low: tl.tensor, high: tl.tensor, index: tl.tensor, signs: tl.tensor) -> tl.tensor:
+    """Four bytes of a table of eight (`low` holds the first four), each with the top bit of the same byte of `signs`.
 
     Args:
         index: which, in the lowest four nibbles, each below 8.
-        first, second: the pairs; the lower number of `first` gives the lowest byte its sign.
     """
     if INTERPRETED:
-        word = (first >> 8) & 0x80 | (first >> 16) & 0x8000 | (second << 8) & 0x800000 | second & -0x80000000
+        word = signs & -0x7F7F7F80
         for i in tl.static_range(4):
             code = (index >> (4 * i)) & 7
             word |= ((tl.where(code < 4, low, high) >> (8 * (code & 3))) & 0xFF) << (8 * i)
         return word
     else:
         return tl.inline_asm_elementwise(
-            _LOOK_UP_PTX, "=&r,r,r,r,r,r", [low, high, index, first, second], dtype=tl.int32, is_pure=True, pack=1
+            _LOOK_UP_PTX, "=&r,r,r,r,r", [low, high, index, signs], dtype=tl.int32, is_pure=True, pack=1
         )
 
 

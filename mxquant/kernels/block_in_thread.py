@@ -1,7 +1,6 @@
 """A block of elements in each thread of a kernel: as a tuple of tensors [BLOCKS], one for each element or each word.
 
-What is done with a block then needs no other thread. Loads and stores are of whole words; the codes are packed on the
-way, from two in each word.
+What is done with a block then needs no other thread. Loads and stores are of whole words.
 """
 
 from __future__ import annotations
@@ -9,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from mxquant.kernels.bf16_pairs import halves, nearest_pair, odd_pair, pair
+from mxquant.kernels.bf16_pairs import halves, nearest_pair, odd_pair, pair, top_pair
 
 
 @triton.jit
@@ -79,83 +78,26 @@ def nearest_pairs(values: tl.tuple) -> tl.tuple:
 
 
 @triton.jit
+def odd_pairs(low: tl.tuple, high: tl.tuple) -> tl.tuple:
+    """Pairs of fp32 values as bf16, rounded to odd."""
+    words: tl.tuple = ()
+    for i in tl.static_range(len(low)):
+        words = words + (odd_pair(low[i].to(tl.int32, bitcast=True), high[i].to(tl.int32, bitcast=True)),)
+    return words
+
+
+@triton.jit
+def top_pairs(low: tl.tuple, high: tl.tuple) -> tl.tuple:
+    """Pairs of fp32 values as bf16, cut off: their signs."""
+    words: tl.tuple = ()
+    for i in tl.static_range(len(low)):
+        words = words + (top_pair(low[i].to(tl.int32, bitcast=True), high[i].to(tl.int32, bitcast=True)),)
+    return words
+
+
+@triton.jit
 def _float_of_half(bits: tl.tensor) -> tl.tensor:
     return bits.to(tl.float16, bitcast=True).to(tl.float32)
-
-
-@triton.jit
-def odd_pairs(values: tl.tuple) -> tl.tuple:
-    """fp32 values as pairs of bf16, rounded to odd."""
-    bits = [value.to(tl.int32, bitcast=True) for value in values]
-    words: tl.tuple = ()
-    for i in tl.static_range(0, len(bits), 2):
-        words = words + (odd_pair(bits[i], bits[i + 1]),)
-    return words
-
-
-@triton.jit
-def pack_pairs(codes: tl.tuple, signs: tl.tuple, BITS: tl.constexpr) -> tl.tuple:
-    """The packed codes of a block: int32 words, or three int64 of 32 codes of six bits.
-
-    Args:
-        codes: words with a code in each half, without its sign; what stands above is cut off here.
-        signs: words with its sign as the top bit of each half.
-    """
-    SIGN: tl.constexpr = (1 << (BITS - 1)) * 0x10001
-    signed: tl.tuple = ()
-    for i in tl.static_range(len(codes)):
-        signed = signed + (choose_bits(signs[i] >> (16 - BITS), codes[i], SIGN),)
-    words: tl.tuple = ()
-    if BITS == 6:
-        words = _pack_sixes(signed)
-    elif BITS == 4:
-        for i in tl.static_range(0, len(codes), 4):
-            words = words + (pair(four_nibbles(signed[i], signed[i + 1]), four_nibbles(signed[i + 2], signed[i + 3])),)
-    else:
-        for i in tl.static_range(0, len(codes), 2):
-            words = words + (pair(_two_bytes(signed[i]), _two_bytes(signed[i + 1])),)
-    return words
-
-
-@triton.jit
-def choose_bits(where_set: tl.tensor, where_clear: tl.tensor, MASK: tl.constexpr) -> tl.tensor:
-    """Bits by a mask: one instruction."""
-    return (where_set & MASK) | (where_clear & ~MASK)
-
-
-@triton.jit
-def four_nibbles(first: tl.tensor, second: tl.tensor) -> tl.tensor:
-    """Four codes of two words in the low half."""
-    transposed = choose_bits(first, second << 8, 0x00FF00FF)  # codes 0, 2, 1, 3, one a byte
-    return choose_bits(transposed, transposed >> 12, 0x0F0F)
-
-
-@triton.jit
-def _two_bytes(word: tl.tensor) -> tl.tensor:
-    return choose_bits(word, word >> 8, 0xFF)
-
-
-@triton.jit
-def _pack_sixes(signed: tl.tuple) -> tl.tuple:
-    """32 codes of six bits, two a word: three int64."""
-    twelves = [choose_bits(word, word >> 10, 0x3F) for word in signed]
-    words: tl.tuple = ()
-    for i in tl.static_range(0, 16, 8):
-        a = choose_bits(twelves[i], twelves[i + 1] << 12, 0xFFF)  # 24 bits each
-        b = choose_bits(twelves[i + 2], twelves[i + 3] << 12, 0xFFF)
-        c = choose_bits(twelves[i + 4], twelves[i + 5] << 12, 0xFFF)
-        d = choose_bits(twelves[i + 6], twelves[i + 7] << 12, 0xFFF)
-        words = words + (
-            choose_bits(a, b << 24, 0xFFFFFF),
-            choose_bits(b >> 8, c << 16, 0xFFFF),
-            choose_bits(c >> 16, d << 8, 0xFF),
-        )
-    return _wide(words[0], words[1]), _wide(words[2], words[3]), _wide(words[4], words[5])
-
-
-@triton.jit
-def _wide(low: tl.tensor, high: tl.tensor) -> tl.tensor:
-    return (low.to(tl.int64) & 0xFFFFFFFF) | (high.to(tl.int64) << 32)
 
 
 @triton.jit

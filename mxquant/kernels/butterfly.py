@@ -13,13 +13,29 @@ import triton.language as tl
 @triton.jit
 def rotate_block(values: tl.tuple) -> tl.tuple:
     """The orthonormal Hadamard matrix times blocks: a tuple of 16 or 32 fp32 tensors to another."""
+    return rotate_block_and_largest(values)[0]
+
+
+@triton.jit
+def rotate_block_and_largest(values: tl.tuple) -> tuple[tl.tuple, tl.tensor]:
+    """As `rotate_block`, and the fp32 bits of the largest magnitude; of NaN or Inf, if there is either.
+
+    The larger of |a + b| and |a - b| is |a| + |b|, rounded alike, and a rounded product with a constant keeps order: so
+    a sum finds the largest of two, where as many comparisons would keep the units busy that do integers.
+    """
     SIZE: tl.constexpr = len(values)
     tl.static_assert(SIZE == 16 or SIZE == 32)
     stage = _sums_and_differences(_sums_and_differences(values, 1), 2)
-    stage = _sums_and_differences(_sums_and_differences(stage, 4), 8)
+    stage = _sums_and_differences(stage, 4)
     if SIZE == 32:
-        stage = _sums_and_differences(stage, 16)
-    return [value * SIZE**-0.5 for value in stage]
+        stage = _sums_and_differences(stage, 8)
+    largest = (tl.abs(stage[0]) + tl.abs(stage[SIZE // 2])).to(tl.int32, bitcast=True)
+    for i in tl.static_range(1, SIZE // 2):
+        sums = tl.abs(stage[i]) + tl.abs(stage[i + SIZE // 2])
+        largest = tl.maximum(largest, sums.to(tl.int32, bitcast=True))
+    stage = _sums_and_differences(stage, SIZE // 2)
+    largest = (largest.to(tl.float32, bitcast=True) * SIZE**-0.5).to(tl.int32, bitcast=True)
+    return [value * SIZE**-0.5 for value in stage], largest
 
 
 @triton.jit

@@ -1,10 +1,10 @@
 """Quantize whole blocks that lie one after the other in memory, one in each thread: the quantizer's fast way.
 
 A thread loads its block as 32-bit words and keeps it, so the block's maximum, its rotation and the packing of its codes
-need no other thread. bf16 is quantized to four and six bits two elements at a time, in bf16 itself: a product with a
-power of two is exact, and one fused multiply-add with a constant rounds once, as fp32 would. FP8 is what the GPU's
-conversion gives. Where the instructions for that are missing, and for fp16, fp32 and rotated values, the arithmetic is
-fp32's.
+need no other thread. MXFP4 is made of two bf16 numbers at a time, in bf16 itself: a product with a power of two is
+exact, and one fused multiply-add with a constant rounds once, as fp32 would; what is fp16, fp32 or rotated is rounded
+to odd first. Six and eight bits are what the GPU's conversion to FP8 gives. NVFP4 divides, in fp32; so is all
+arithmetic where instructions are missing.
 
 Twin: `quantize_blocks` of `mxquant.formats.block`, after `rotate`, equal byte by byte.
 """
@@ -19,11 +19,19 @@ import triton.language as tl
 from torch import Tensor
 
 from mxquant.formats.spec import Format
-from mxquant.kernels.bf16_pairs import fp8_word, pair
-from mxquant.kernels.block_in_thread import choose_bits, fp32_values, load_block, odd_pairs, pack_pairs, store_block
-from mxquant.kernels.butterfly import rotate_block
-from mxquant.kernels.encode_pairs import encode_pairs, largest_of_pairs
+from mxquant.kernels.bf16_pairs import four_high_bytes, fp8_word, pair, top_pair
+from mxquant.kernels.block_in_thread import fp32_values, load_block, odd_pairs, store_block, top_pairs
+from mxquant.kernels.butterfly import rotate_block, rotate_block_and_largest
+from mxquant.kernels.encode_pairs import ABOVE, encode_pairs, largest_of_pairs
 from mxquant.kernels.launch import cached_launch, cdiv
+from mxquant.kernels.pack_codes import (
+    choose_bits,
+    four_apart,
+    in_order_of_sixes,
+    pack_nibbles,
+    pack_nibbles_apart,
+    pack_sixes,
+)
 from mxquant.kernels.triton_numerics import (
     DTYPES,
     divide_block,
@@ -91,8 +99,9 @@ def quantize_whole_blocks(
             WIDE=rotated or fmt.per_tensor or x.dtype == torch.float32,
             CANONICAL_ZERO=canonical_zero,
             ROTATED=rotated,
-            PAIRS=bits <= 6 and not (fmt.per_tensor or canonical_zero) and capability >= (9, 0),
-            CONVERT=bits == 8 and not canonical_zero and capability >= (8, 9),
+            PAIRS=bits == 4 and not (fmt.per_tensor or canonical_zero) and capability >= (9, 0),
+            CONVERT=bits > 4 and not canonical_zero and capability >= (8, 9),
+            PAIRWISE_MAXIMUM=x.dtype == torch.bfloat16 and capability >= (9, 0),
             BLOCK=fmt.block_size,
             BLOCKS=size,
             num_warps=size // 32,
@@ -118,41 +127,60 @@ def _quantize_kernel(
     ROTATED: tl.constexpr,
     PAIRS: tl.constexpr,
     CONVERT: tl.constexpr,
+    PAIRWISE_MAXIMUM: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
 ) -> None:
-    """Blocks [BLOCKS], one in each thread. MODE None: NVFP4. PAIRS: in bf16. CONVERT: by the conversion to FP8."""
+    """Blocks [BLOCKS], one in each thread. MODE None: NVFP4. PAIRS: in bf16. CONVERT: by the conversion to FP8.
+    PAIRWISE_MAXIMUM: of bf16 that is not rotated.
+    """
     block = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
     # Threads beyond the last block load that one again: as quick as a mask, which leaves registers to be zeroed.
     words = load_block(words_ptr, tl.minimum(block, blocks - 1), BLOCK * DTYPE.primitive_bitwidth // 32)
     inside = block < blocks
     if PAIRS:
-        if ROTATED or tl.bfloat16 != DTYPE:
-            values = fp32_values(words, DTYPE)
-            words = odd_pairs(rotate_block(values) if ROTATED else values)
-        byte = e8m0_from_amax(largest_of_pairs(words), EXPONENT_BITS, MANTISSA_BITS, MAX_CODE, MODE)
-        codes = encode_pairs(words, e8m0_reciprocal(byte), EXPONENT_BITS, MANTISSA_BITS, MAX_CODE, SATURATE)
-        packed = pack_pairs(codes, words, 1 + EXPONENT_BITS + MANTISSA_BITS)
+        byte, packed = _quantize_in_pairs(words, DTYPE, MODE, SATURATE, ROTATED)
     else:
         values = fp32_values(words, DTYPE)
         if ROTATED:
-            values = rotate_block(values)
-        magnitudes = [tl.abs(value) for value in values]
+            values, largest = rotate_block_and_largest(values)
+        elif PAIRWISE_MAXIMUM:
+            largest = largest_of_pairs(words)
+        else:
+            largest = _largest(values)
+        factor = 1.0
         if MODE is None:
             per_tensor_scale = tl.load(per_tensor_ptr + tl.arange(0, 1))
-            byte = e4m3_from_amax(_largest(values), per_tensor_scale)
+            byte = e4m3_from_amax(largest, per_tensor_scale)
+            magnitudes = [tl.abs(value) for value in values]
             magnitudes = divide_block(magnitudes, e4m3_to_float(byte) * per_tensor_scale, per_tensor_scale)
-            factor = 1.0
         else:
-            byte = e8m0_from_amax(_largest(values), EXPONENT_BITS, MANTISSA_BITS, MAX_CODE, MODE)
+            byte = e8m0_from_amax(largest, EXPONENT_BITS, MANTISSA_BITS, MAX_CODE, MODE)
+            magnitudes = [tl.abs(value) for value in values]
             factor = e8m0_reciprocal(byte)
         if CONVERT:
-            packed = _convert(values, factor, EXPONENT_BITS, MANTISSA_BITS)
+            packed = _convert(values, factor, EXPONENT_BITS, MANTISSA_BITS, SATURATE)
         else:
             codes = [encode(m, factor, EXPONENT_BITS, MANTISSA_BITS, MAX_CODE, SATURATE, WIDE) for m in magnitudes]
             packed = _pack_values(codes, values, 1 + EXPONENT_BITS + MANTISSA_BITS, CANONICAL_ZERO)
     tl.store(scale_ptr + block, byte.to(tl.uint8), mask=inside)
     store_block(qdata_ptr, [tl.where(byte == 255, 0, word) for word in packed], block, inside)
+
+
+@triton.jit
+def _quantize_in_pairs(
+    words: tl.tuple, DTYPE: tl.constexpr, MODE: tl.constexpr, SATURATE: tl.constexpr, ROTATED: tl.constexpr
+) -> tuple[tl.tensor, tl.tuple]:
+    """Scale bytes of MXFP4 and packed codes, by arithmetic with two bf16 numbers in a word."""
+    signs = words
+    APART: tl.constexpr = ROTATED or tl.bfloat16 != DTYPE
+    if APART:
+        values = fp32_values(words, DTYPE)
+        low, high = four_apart(rotate_block(values) if ROTATED else values)
+        words, signs = odd_pairs(low, high), top_pairs(low, high)
+    byte = e8m0_from_amax(largest_of_pairs(words), 2, 1, 7, MODE)
+    codes = encode_pairs(words, e8m0_reciprocal(byte), SATURATE)
+    return byte, pack_nibbles_apart(codes, signs, ABOVE) if APART else pack_nibbles(codes, signs)
 
 
 @triton.jit
@@ -168,24 +196,56 @@ def _largest(values: tl.tuple) -> tl.tensor:
 def _pack_values(codes: tl.tuple, values: tl.tuple, BITS: tl.constexpr, CANONICAL_ZERO: tl.constexpr) -> tl.tuple:
     """Packed codes, each with the sign of its fp32 value."""
     MASK: tl.constexpr = (1 << (BITS - 1)) - 1
-    bits = [value.to(tl.int32, bitcast=True) for value in values]
-    pairs: tl.tuple = ()
-    signs: tl.tuple = ()
-    for i in tl.static_range(0, len(values), 2):
-        low, high = bits[i], bits[i + 1]
-        if CANONICAL_ZERO:
-            low = tl.where((codes[i] & MASK) == 0, 0, low)
-            high = tl.where((codes[i + 1] & MASK) == 0, 0, high)
-        pairs = pairs + (pair(codes[i], codes[i + 1]),)
-        signs = signs + (choose_bits(high, low >> 16, -0x10000),)
-    return pack_pairs(pairs, signs, BITS)
+    signs = [value.to(tl.int32, bitcast=True) for value in values]
+    if CANONICAL_ZERO:
+        kept: tl.tuple = ()
+        for i in tl.static_range(len(codes)):
+            kept = kept + (tl.where((codes[i] & MASK) == 0, 0, signs[i]),)
+        signs = kept
+    if BITS == 4:
+        low, high = four_apart(codes)
+        pairs: tl.tuple = ()
+        for i in tl.static_range(len(low)):
+            pairs = pairs + (pair(low[i], high[i]),)
+        low, high = four_apart(signs)
+        packed = pack_nibbles_apart(pairs, top_pairs(low, high), 0)
+    else:
+        if BITS == 6:
+            codes, signs = in_order_of_sixes(codes), in_order_of_sixes(signs)
+        words: tl.tuple = ()
+        for i in tl.static_range(0, len(codes), 4):
+            word = codes[i] & MASK | (codes[i + 1] & MASK) << 8 | (codes[i + 2] & MASK) << 16 | codes[i + 3] << 24
+            tops = four_high_bytes(top_pair(signs[i], signs[i + 1]), top_pair(signs[i + 2], signs[i + 3]))
+            words = words + (choose_bits(tops, word, -0x7F7F7F80),)
+        packed = pack_sixes(words) if BITS == 6 else words
+    return packed
 
 
 @triton.jit
-def _convert(values: tl.tuple, factor: tl.tensor, EXPONENT_BITS: tl.constexpr, MANTISSA_BITS: tl.constexpr) -> tl.tuple:
-    """FP8 bytes of fp32 values times powers of two, four a word."""
+def _convert(
+    values: tl.tuple,
+    factor: tl.tensor,
+    EXPONENT_BITS: tl.constexpr,
+    MANTISSA_BITS: tl.constexpr,
+    SATURATE: tl.constexpr,
+) -> tl.tuple:
+    """Packed codes of fp32 values times powers of two, by the conversion to FP8.
+
+    A format of six bits is the lowest binades of the format of eight bits that has as many mantissa bits, scaled so
+    that their subnormals are the same: its codes are the lower bits, and the conversion rounds once.
+    """
+    BITS: tl.constexpr = 1 + EXPONENT_BITS + MANTISSA_BITS
+    BIAS: tl.constexpr = (1 << (EXPONENT_BITS - 1)) - 1
+    SHIFT: tl.constexpr = BIAS - ((1 << (6 - MANTISSA_BITS)) - 1)
+    LARGEST: tl.constexpr = (2.0 - 2.0**-MANTISSA_BITS) * 2.0 ** ((1 << EXPONENT_BITS) - 1 - BIAS + SHIFT)
+    factor *= 2.0**SHIFT
+    scaled = [value * factor for value in values]
+    if BITS == 6:
+        scaled = in_order_of_sixes(scaled)
+        if SATURATE:
+            scaled = [tl.minimum(tl.maximum(value, -LARGEST), LARGEST) for value in scaled]
     words: tl.tuple = ()
-    for i in tl.static_range(0, len(values), 4):
-        a, b, c, d = [value * factor for value in values[i : i + 4]]
-        words = words + (fp8_word(a, b, c, d, EXPONENT_BITS, MANTISSA_BITS),)
-    return words
+    for i in tl.static_range(0, len(scaled), 4):
+        a, b, c, d = scaled[i : i + 4]
+        words = words + (fp8_word(a, b, c, d, 7 - MANTISSA_BITS, MANTISSA_BITS),)
+    return pack_sixes(words) if BITS == 6 else words

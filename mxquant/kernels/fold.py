@@ -28,15 +28,13 @@ from torch import Tensor
 
 from mxquant.formats.block import dequantize_blocks, quantize_blocks
 from mxquant.formats.spec import FORMATS
-from mxquant.kernels.bf16_pairs import fp8_word, look_up
+from mxquant.kernels.bf16_pairs import four_high_bytes, fp8_word, look_up
 from mxquant.kernels.block_in_thread import (
-    four_nibbles,
     fp32_values,
     joined_words,
     load_pairs,
     nearest_pairs,
     odd_pairs,
-    store_block,
 )
 from mxquant.kernels.butterfly import rotate_block
 from mxquant.kernels.encode_pairs import encode_pairs, largest_of_pairs
@@ -45,6 +43,7 @@ from mxquant.kernels.gate import KnownGate
 from mxquant.kernels.gate_rows import load_gated_pairs
 from mxquant.kernels.launch import cached_launch, cdiv, next_power_of_2
 from mxquant.kernels.overlap import await_previous, let_next_start
+from mxquant.kernels.pack_codes import four_nibbles
 from mxquant.kernels.plan import Buffer, Step
 from mxquant.kernels.rotate import rotate
 from mxquant.kernels.triton_numerics import (
@@ -214,30 +213,44 @@ def quantize_mxfp4(value: tl.tensor, MODE: tl.constexpr) -> tuple[tl.tensor, ...
 
 
 @triton.jit
-def _quantize_part(
-    x: tl.tensor, block: tl.tensor, K: tl.tensor, MODE: tl.constexpr, GATE: tl.constexpr, ROTATED: tl.constexpr
-) -> tuple[tl.tuple, tl.tuple, tl.tensor, tl.tensor]:
-    """Pairs and codes of blocks of the rows that begin at `x`, one in each thread, their exponents, 255 for Inf and
-    NaN, and whether they are empty.
-    """
-    DTYPE: tl.constexpr = x.dtype.element_ty
+def _pairs_of(x: tl.tensor, block: tl.tensor, K: tl.tensor, GATE: tl.constexpr, ROTATED: tl.constexpr) -> tl.tuple:
+    """Pairs of blocks of the rows that begin at `x`, one in each thread; gated, and rotated and rounded."""
     pairs = load_pairs(x + block * 32) if GATE is None else load_gated_pairs(x, block, K, GATE)
     if ROTATED:
-        tl.static_assert(tl.bfloat16 == DTYPE)
-        pairs = nearest_pairs(rotate_block(fp32_values(pairs, DTYPE)))
-    elif tl.bfloat16 != DTYPE:
-        tl.static_assert(GATE is None)
-        pairs = odd_pairs(fp32_values(pairs, DTYPE))
-    exponent = e8m0_from_amax(largest_of_pairs(pairs), 2, 1, 7, MODE)
-    codes = encode_pairs(pairs, e8m0_reciprocal(exponent), 2, 1, 7, MODE == "floor")
-    some = codes[0]
-    for i in tl.static_range(1, 16):
-        some = some | codes[i]
-    return pairs, codes, exponent, ((some & 0x70007) == 0) & (exponent != 255)
+        tl.static_assert(tl.bfloat16 == x.dtype.element_ty)
+        pairs = nearest_pairs(rotate_block(fp32_values(pairs, tl.bfloat16)))
+    return pairs
 
 
 @triton.jit
-def _folded_words(pairs: tl.tuple, codes: tl.tuple, relative: tl.tensor, inside: tl.tensor) -> tl.tensor:
+def _quantize_part(
+    x: tl.tensor, block: tl.tensor, K: tl.tensor, MODE: tl.constexpr, GATE: tl.constexpr, ROTATED: tl.constexpr
+) -> tuple[tl.tuple, tl.tuple, tl.tensor, tl.tensor]:
+    """Of blocks of the rows that begin at `x`, one in each thread: magnitudes' codes, four in the low half of a word,
+    and four bytes with their signs on top; exponents, 255 for Inf and NaN; and whether they are empty. A row's extremes
+    are waited for with these in registers, which are half as many as pairs and their codes.
+    """
+    DTYPE: tl.constexpr = x.dtype.element_ty
+    pairs = _pairs_of(x, block, K, GATE, ROTATED)
+    if tl.bfloat16 != DTYPE:
+        tl.static_assert(GATE is None)
+        values = fp32_values(pairs, DTYPE)
+        pairs = odd_pairs(values[0::2], values[1::2])
+    exponent = e8m0_from_amax(largest_of_pairs(pairs), 2, 1, 7, MODE)
+    codes = encode_pairs(pairs, e8m0_reciprocal(exponent), MODE == "floor")
+    nibbles: tl.tuple = ()
+    signs: tl.tuple = ()
+    for i in tl.static_range(0, 16, 2):
+        nibbles = nibbles + (four_nibbles(codes[i], codes[i + 1]),)
+        signs = signs + (four_high_bytes(pairs[i], pairs[i + 1]),)
+    some = nibbles[0]
+    for i in tl.static_range(1, 8):
+        some = some | nibbles[i]
+    return nibbles, signs, exponent, ((some & 0x7777) == 0) & (exponent != 255)
+
+
+@triton.jit
+def _folded_words(nibbles: tl.tuple, signs: tl.tuple, relative: tl.tensor, inside: tl.tensor) -> tl.tensor:
     """E2M1 codes times 2^relative as E5M2, by a table of each block's eight magnitudes: words [threads, 8]; of blocks
     that are not there, zeros.
     """
@@ -246,8 +259,8 @@ def _folded_words(pairs: tl.tuple, codes: tl.tuple, relative: tl.tensor, inside:
     low = fp8_word(one * 0.0, one * 0.5, one, one * 1.5, 5, 2)
     high = fp8_word(one * 2.0, one * 3.0, one * 4.0, one * 6.0, 5, 2)
     words: tl.tuple = ()
-    for i in tl.static_range(0, 16, 2):
-        words = words + (look_up(low, high, four_nibbles(codes[i], codes[i + 1]), pairs[i], pairs[i + 1]),)
+    for i in tl.static_range(8):
+        words = words + (look_up(low, high, nibbles[i], signs[i]),)
     return joined_words(words)
 
 
@@ -337,21 +350,21 @@ def _fold_activation_kernel(
     fits = (highest - lowest <= SPAN) & (highest != 255)
     tl.store(row_scale + rows, tl.where(fits, row_factor(highest, TOP), float("nan")), mask=rows < M)
 
-    RECOMPUTED: tl.constexpr = ROTATED or GATE is not None
     for i in tl.static_range(PARTS):
-        _store_part(values, before, kept[i], rows, i * BLOCKS, highest, fits, M, K, width, PERMUTE, RECOMPUTED, ROWS,
-                    BLOCKS, TOP)  # fmt: skip
+        _store_part(values, before, x, kept[i], rows, i * BLOCKS, highest, fits, M, K, width, PERMUTE, GATE, ROTATED,
+                    ROWS, BLOCKS, TOP)  # fmt: skip
     if not WHOLE:
         for first in range(PARTS * BLOCKS, width // 32, BLOCKS):
             part = _quantize_part(x, tl.minimum(first + block, last), K, MODE, GATE, ROTATED)
-            _store_part(values, before, part, rows, first, highest, fits, M, K, width, PERMUTE, RECOMPUTED, ROWS,
-                        BLOCKS, TOP)  # fmt: skip
+            _store_part(values, before, x, part, rows, first, highest, fits, M, K, width, PERMUTE, GATE, ROTATED,
+                        ROWS, BLOCKS, TOP)  # fmt: skip
 
 
 @triton.jit
 def _store_part(
     values: tl.tensor,
     before: tl.tensor,
+    x: tl.tensor,
     part: tl.tuple,
     rows: tl.tensor,
     first: tl.tensor,
@@ -361,18 +374,26 @@ def _store_part(
     K: tl.tensor,
     width: tl.tensor,
     PERMUTE: tl.constexpr,
-    RECOMPUTED: tl.constexpr,
+    GATE: tl.constexpr,
+    ROTATED: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCKS: tl.constexpr,
     TOP: tl.constexpr,
 ) -> None:
-    """Store the blocks of `_quantize_part` from `first` on, folded; RECOMPUTED: of rows that do not fit, themselves."""
-    pairs, codes, exponent, _ = part
+    """Store the blocks of `_quantize_part` from `first` on, folded; gated or rotated, of rows that do not fit, also
+    themselves.
+    """
+    nibbles, signs, exponent, _ = part
     block = first + tl.arange(0, ROWS * BLOCKS) % BLOCKS
     inside = block < K // 32
     relative = exponent - _each_block(highest, ROWS, BLOCKS) + TOP
-    _store_folded(values, _folded_words(pairs, codes, relative, inside), rows, first, M, width, PERMUTE, ROWS, BLOCKS)
-    if RECOMPUTED and tl.min(fits.to(tl.int32), 0) == 0:
+    _store_folded(values, _folded_words(nibbles, signs, relative, inside), rows, first, M, width, PERMUTE, ROWS, BLOCKS)
+    if (ROTATED or GATE is not None) and tl.min(fits.to(tl.int32), 0) == 0:
         row = _each_block(rows, ROWS, BLOCKS)
         wanted = (row < M) & inside & (_each_block(fits.to(tl.int32), ROWS, BLOCKS) == 0)
-        store_block(before.to(tl.pointer_type(tl.int32), bitcast=True) + row * (K // 2), pairs, block, wanted)
+        # Computed again: that row is rare, and what it takes to keep the pairs, or to store them by vectors, are
+        # registers of every row.
+        pairs = _pairs_of(x, tl.minimum(block, K // 32 - 1), K, GATE, ROTATED)
+        into = before.to(tl.pointer_type(tl.int32), bitcast=True) + row * (K // 2) + block * 16
+        for i in tl.static_range(16):
+            tl.store(into + i, pairs[i], mask=wanted)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mxquant.formats import ELEMENT_FORMATS
 from mxquant.formats.element import encode
-from mxquant.kernels.bf16_pairs import fma_pairs, fp8_word, max_pairs, min_pairs, odd_pair
+from mxquant.kernels.bf16_pairs import choose_bytes, fma_pairs, fp8_word, max_pairs, min_pairs, odd_pair
 from mxquant.kernels.launch import cdiv
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -28,6 +28,8 @@ def _pairs_kernel(a_ptr: tl.tensor, b_ptr: tl.tensor, c_ptr: tl.tensor, y_ptr: t
         y = max_pairs(a, b)
     elif WHAT == "min":
         y = min_pairs(a, b)
+    elif WHAT == "bytes":
+        y = choose_bytes(a, b, 0x7160)
     else:
         y = odd_pair(a, b)
     tl.store(y_ptr + i, y)
@@ -82,6 +84,12 @@ def test_extremes_of_halves(what: str, function: Callable[..., Tensor], device: 
     assert torch.equal(
         run(what, words(a, a.flip(0)).to(device), words(b, b.flip(0)).to(device)), words(larger, larger.flip(0))
     )
+
+
+def test_chosen_bytes(device: torch.device) -> None:
+    a, b = (torch.randint(-(2**31), 2**31, (SIZE.value,), dtype=torch.int32) for _ in range(2))
+    both = torch.cat([t.view(torch.uint8).view(-1, 4) for t in (a, b)], 1)
+    assert torch.equal(run("bytes", a.to(device), b.to(device)).view(torch.uint8).view(-1, 4), both[:, [0, 6, 1, 7]])
 
 
 def test_rounding_to_odd(device: torch.device) -> None:
