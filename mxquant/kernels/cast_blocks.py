@@ -139,15 +139,7 @@ def _quantize_kernel(
     words = load_block(words_ptr, tl.minimum(block, blocks - 1), BLOCK * DTYPE.primitive_bitwidth // 32)
     inside = block < blocks
     if PAIRS:
-        signs = words
-        APART: tl.constexpr = ROTATED or tl.bfloat16 != DTYPE
-        if APART:
-            values = fp32_values(words, DTYPE)
-            low, high = four_apart(rotate_block(values) if ROTATED else values)
-            words, signs = odd_pairs(low, high), top_pairs(low, high)
-        byte = e8m0_from_amax(largest_of_pairs(words), EXPONENT_BITS, MANTISSA_BITS, MAX_CODE, MODE)
-        codes = encode_pairs(words, e8m0_reciprocal(byte), SATURATE)
-        packed = pack_nibbles_apart(codes, signs, ABOVE) if APART else pack_nibbles(codes, signs)
+        byte, packed = _quantize_pairs(words, DTYPE, MODE, SATURATE, ROTATED)
     else:
         values = fp32_values(words, DTYPE)
         if ROTATED:
@@ -156,15 +148,14 @@ def _quantize_kernel(
             largest = largest_of_pairs(words)
         else:
             largest = _largest(values)
-        factor = 1.0
+        magnitudes = [tl.abs(value) for value in values]
         if MODE is None:
             per_tensor_scale = tl.load(per_tensor_ptr + tl.arange(0, 1))
             byte = e4m3_from_amax(largest, per_tensor_scale)
-            magnitudes = [tl.abs(value) for value in values]
             magnitudes = divide_block(magnitudes, e4m3_to_float(byte) * per_tensor_scale, per_tensor_scale)
+            factor = 1.0
         else:
             byte = e8m0_from_amax(largest, EXPONENT_BITS, MANTISSA_BITS, MAX_CODE, MODE)
-            magnitudes = [tl.abs(value) for value in values]
             factor = e8m0_reciprocal(byte)
         if CONVERT:
             packed = _convert(values, factor, EXPONENT_BITS, MANTISSA_BITS, SATURATE)
@@ -173,6 +164,22 @@ def _quantize_kernel(
             packed = _pack_values(codes, values, 1 + EXPONENT_BITS + MANTISSA_BITS, CANONICAL_ZERO)
     tl.store(scale_ptr + block, byte.to(tl.uint8), mask=inside)
     store_block(qdata_ptr, [tl.where(byte == 255, 0, word) for word in packed], block, inside)
+
+
+@triton.jit
+def _quantize_pairs(
+    words: tl.tuple, DTYPE: tl.constexpr, MODE: tl.constexpr, SATURATE: tl.constexpr, ROTATED: tl.constexpr
+) -> tuple[tl.tensor, tl.tuple]:
+    """Scale bytes and packed codes of MXFP4, from the elements in words."""
+    signs = words
+    APART: tl.constexpr = ROTATED or tl.bfloat16 != DTYPE
+    if APART:
+        values = fp32_values(words, DTYPE)
+        low, high = four_apart(rotate_block(values) if ROTATED else values)
+        words, signs = odd_pairs(low, high), top_pairs(low, high)
+    byte = e8m0_from_amax(largest_of_pairs(words), 2, 1, 7, MODE)
+    codes = encode_pairs(words, e8m0_reciprocal(byte), SATURATE)
+    return byte, pack_nibbles_apart(codes, signs, ABOVE) if APART else pack_nibbles(codes, signs)
 
 
 @triton.jit

@@ -212,8 +212,7 @@ def quantize_mxfp4(value: tl.tensor, MODE: tl.constexpr) -> tuple[tl.tensor, ...
 
 @triton.jit
 def _rotated_pairs(x: tl.tensor, DTYPE: tl.constexpr) -> tl.tuple:
-    """Pairs of the blocks that begin at `x`, one in each thread, rotated and rounded."""
-    tl.static_assert(tl.bfloat16 == DTYPE)
+    """Pairs of bf16 blocks that begin at `x`, one in each thread, rotated and rounded."""
     return nearest_pairs(rotate_block(fp32_values(load_pairs(x), DTYPE)))
 
 
@@ -222,9 +221,10 @@ def _quantize_part(
     x: tl.tensor, DTYPE: tl.constexpr, MODE: tl.constexpr, ROTATED: tl.constexpr
 ) -> tuple[tl.tuple, tl.tuple, tl.tensor, tl.tensor]:
     """Of the blocks that begin at `x`, one in each thread: magnitudes' codes, four in the low half of a word, and four
-    bytes with their signs on top; exponents, 255 for Inf and NaN; and whether they are empty. A row's extremes are
-    waited for with these in registers, which are half as many as pairs and their codes.
+    bytes with their signs on top (half the registers of pairs and codes, until a row's extremes are known); exponents,
+    255 for Inf and NaN; and whether they are empty.
     """
+    tl.static_assert(not ROTATED or tl.bfloat16 == DTYPE)
     pairs = _rotated_pairs(x, DTYPE) if ROTATED else load_pairs(x)
     if tl.bfloat16 != DTYPE:
         values = fp32_values(pairs, DTYPE)
@@ -233,12 +233,11 @@ def _quantize_part(
     codes = encode_pairs(pairs, e8m0_reciprocal(exponent), MODE == "floor")
     nibbles: tl.tuple = ()
     signs: tl.tuple = ()
+    some = codes[0] & 0
     for i in tl.static_range(0, 16, 2):
         nibbles = nibbles + (four_nibbles(codes[i], codes[i + 1]),)
         signs = signs + (four_high_bytes(pairs[i], pairs[i + 1]),)
-    some = nibbles[0]
-    for i in tl.static_range(1, 8):
-        some = some | nibbles[i]
+        some |= nibbles[i // 2]
     return nibbles, signs, exponent, ((some & 0x7777) == 0) & (exponent != 255)
 
 
@@ -247,8 +246,7 @@ def _folded_words(nibbles: tl.tuple, signs: tl.tuple, relative: tl.tensor, insid
     """E2M1 codes times 2^relative as E5M2, by a table of each block's eight magnitudes: words [threads, 8]; of blocks
     that are not there, zeros.
     """
-    one = power_of_two(tl.minimum(tl.maximum(relative, -126), 13))
-    one = tl.where(inside, one, 0.0)
+    one = tl.where(inside, power_of_two(tl.minimum(tl.maximum(relative, -126), 13)), 0.0)
     low = fp8_word(one * 0.0, one * 0.5, one, one * 1.5, 5, 2)
     high = fp8_word(one * 2.0, one * 3.0, one * 4.0, one * 6.0, 5, 2)
     words: tl.tuple = ()
@@ -347,9 +345,7 @@ def _fold_activation_kernel(
         if ROTATED and (not UNFIT_ONLY or tl.min(fits.to(tl.int32), 0) == 0):
             wanted = (row < M) & (first + block <= last)
             into = rotated.to(tl.pointer_type(tl.int32), bitcast=True) + row * (K // 2)
-            # Rotated again: that row is rare, and what it takes to keep the pairs, or to store them by vectors, are
-            # registers of every row.
-            pairs = _rotated_pairs(part, DTYPE)
+            pairs = _rotated_pairs(part, DTYPE)  # again: rare, and kept, they would take registers of every row
             if UNFIT_ONLY:
                 wanted &= _each_block(fits.to(tl.int32), ROWS, BLOCKS) == 0
                 for i in tl.static_range(16):
