@@ -212,19 +212,22 @@ def quantize_mxfp4(value: tl.tensor, MODE: tl.constexpr) -> tuple[tl.tensor, ...
 
 
 @triton.jit
+def _pairs_of(x: tl.tensor, block: tl.tensor, K: tl.tensor, GATE: tl.constexpr, ROTATED: tl.constexpr) -> tl.tuple:
+    """Pairs of blocks of the rows that begin at `x`, one in each thread, gated and rotated."""
+    pairs = load_pairs(x + block * 32) if GATE is None else load_gated_pairs(x, block, K, GATE)
+    if GATE is not None or ROTATED:
+        tl.static_assert(x.dtype.element_ty == tl.bfloat16)
+    return nearest_pairs(rotate_block(fp32_values(pairs, tl.bfloat16))) if ROTATED else pairs
+
+
+@triton.jit
 def _quantize_part(
     x: tl.tensor, block: tl.tensor, K: tl.tensor, MODE: tl.constexpr, GATE: tl.constexpr, ROTATED: tl.constexpr
 ) -> tuple[tl.tuple, tl.tuple, tl.tensor, tl.tensor]:
-    """Pairs and codes of blocks of the rows that begin at `x`, one in each thread, their exponents, 255 for Inf and
-    NaN, and whether they are empty.
-    """
+    """`_pairs_of`, and of these blocks the codes, their exponents, 255 for Inf and NaN, and whether they are empty."""
     DTYPE: tl.constexpr = x.dtype.element_ty
-    pairs = load_pairs(x + block * 32) if GATE is None else load_gated_pairs(x, block, K, GATE)
-    if ROTATED:
-        tl.static_assert(tl.bfloat16 == DTYPE)
-        pairs = nearest_pairs(rotate_block(fp32_values(pairs, DTYPE)))
-    elif tl.bfloat16 != DTYPE:
-        tl.static_assert(GATE is None)
+    pairs = _pairs_of(x, block, K, GATE, ROTATED)
+    if tl.bfloat16 != DTYPE:
         pairs = odd_pairs(fp32_values(pairs, DTYPE))
     exponent = e8m0_from_amax(largest_of_pairs(pairs), 2, 1, 7, MODE)
     codes = encode_pairs(pairs, e8m0_reciprocal(exponent), 2, 1, 7, MODE == "floor")
