@@ -113,8 +113,9 @@ def test_gated_groups(
     both[places // 2, k : k + 64] *= 2.0**-60
     both[places // 3, 5] = torch.nan if places > 1 else 1.0
     both[places // 4, 3 : 2 * k : k] = torch.inf if places > 1 else 1.0
-    ends = torch.randint(0, places + 1, (experts,), device=device).sort().values.to(torch.int32)
-    ends[-1] = max(1, places - 3)
+    end = max(1, places - 3)
+    ends = torch.randint(0, end + 1, (experts,), device=device).sort().values.to(torch.int32)
+    ends[-1] = end
     groups = Groups(ends)
     expected = grouped_product(gate_kernel(both, gate), weights, -1, groups)
     for byte in POISONS:
