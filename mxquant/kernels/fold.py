@@ -48,8 +48,8 @@ _MXFP4 = FORMATS["mxfp4"]
 TOP, SPAN = 13, 28
 # Rows up to this long stay in the registers of one program; longer ones are read twice.
 _LONGEST_IN_REGISTERS = 16384
-# Rows of a program in the interpreter, which spends its time on operations, not on elements.
-_INTERPRETED_ROWS = 32
+# Blocks of a program in the interpreter, which spends its time on operations, not on elements.
+_INTERPRETED = 256
 
 
 def _padded(columns: int) -> int:
@@ -81,7 +81,7 @@ def folding(
     if rotated:
         buffers["rotated"] = Buffer((m, k), torch.bfloat16)
     blocks = min(next_power_of_2(width // 32), _LONGEST_IN_REGISTERS // 32)
-    rows = _INTERPRETED_ROWS if INTERPRETED.value else max(1, 32 // blocks)
+    rows = max(1, (min(_INTERPRETED, next_power_of_2(m * blocks)) if INTERPRETED.value else 32) // blocks)
     constants = {
         "MODE": scale_mode, "PERMUTE": permute, "ROTATED": rotated, "UNFIT_ONLY": unfit_only, "ROWS": rows,
         "BLOCKS": blocks, "ONE_PART": width <= 32 * blocks, "TOP": TOP, "SPAN": SPAN,
