@@ -118,7 +118,9 @@ class Unfinished(Backend):
     name = "unfinished"
 
 
-@pytest.mark.parametrize("cls", [int, "emulation", object(), Unfinished, Nameless], ids=str)
+@pytest.mark.parametrize(
+    "cls", [int, "emulation", pytest.param(object(), id="an object"), Unfinished, Nameless], ids=str
+)
 def test_what_is_no_backend_is_refused(cls: object) -> None:
     before = list_backends()
     with pytest.raises((TypeError, ValueError)):
