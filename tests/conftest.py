@@ -20,6 +20,12 @@ pytest.register_assert_rewrite("matmul_reference")
 torch.set_num_threads(1)
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """In pytest-xdist's processes the longest file comes first, so that one has it while another runs the rest."""
+    if hasattr(config, "workerinput"):
+        items.sort(key=lambda item: item.path.name != "test_examples.py")
+
+
 @pytest.fixture(autouse=True)
 def fixed_seed() -> None:
     torch.manual_seed(0)

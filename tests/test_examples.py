@@ -28,7 +28,6 @@ from mxquant import MXTensor, quantize_
 from mxquant.report import Summary
 
 pytestmark = pytest.mark.slow
-WITH_SMOLLM2 = pytest.mark.xdist_group("smollm2")
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
@@ -142,7 +141,6 @@ def test_scripts_are_short() -> None:
         assert len(script.read_text(encoding="utf-8").splitlines()) < 150, script.name
 
 
-@pytest.mark.xdist_group("minilm")
 class TestMiniLM:
     def test_runs_every_format_with_and_without_activations(
         self, minilm: ModuleType, capsys: pytest.CaptureFixture[str]
@@ -186,7 +184,6 @@ class TestMiniLM:
         assert "--texts 301: the corpus has 300 texts" in capsys.readouterr().err
 
 
-@WITH_SMOLLM2
 class TestSmolLM2:
     def test_the_model_and_the_text_are_loaded_right(self, smollm2_rows: dict[str, dict[str, Any]]) -> None:
         assert smollm2_rows["fp32"]["perplexity"] == pytest.approx(33.30, abs=0.05)
@@ -208,7 +205,6 @@ class TestSmolLM2:
         assert f"--tokens {tokens}: give a multiple of 512" in capsys.readouterr().err
 
 
-@WITH_SMOLLM2
 class TestSmolLM2GPTQ:
     @pytest.mark.parametrize("precision, limit", [("W4A16", 41), ("W4A4", 57)])
     def test_perplexity(self, gptq_rows: dict[str, float], precision: str, limit: float) -> None:
@@ -238,7 +234,6 @@ class TestSmolLM2GPTQ:
         assert f"{option} 1000: give a multiple of 512" in capsys.readouterr().err
 
 
-@WITH_SMOLLM2
 class TestNotebook:
     def test_its_cells_run(self, smollm2: ModuleType) -> None:
         """As Python, in order, on fewer tokens; what a cell ends with is rendered as a notebook would."""
@@ -264,7 +259,6 @@ class TestNotebook:
         assert len(axes.lines[1].get_ydata()) == 210
 
 
-@WITH_SMOLLM2
 class TestSmolLM2MoE:
     @pytest.mark.parametrize("config", ["fp32", "mxfp4 W4A16", "mxfp4 W4A4"])
     def test_the_mixture_loses_what_the_dense_model_does(
@@ -284,7 +278,6 @@ class TestSmolLM2MoE:
         assert perplexities[2] > 1.2 * perplexities[1]
 
 
-@WITH_SMOLLM2
 class TestLmEval:
     def test_each_kind_of_task_runs(self, lm_eval: LmEval) -> None:
         figures = {"lee_news": "word_perplexity,none", "lee_order": "acc,none", "sums": "exact_match,number"}

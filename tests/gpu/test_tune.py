@@ -32,6 +32,8 @@ ACTIVATIONS = pytest.mark.parametrize("activation", ["mxfp4", None], ids=["fp8",
 
 def layer(activation: str | None, device: torch.device, rotation: int | None = None) -> nn.Linear:
     linear = nn.Linear(K, N, device=device, dtype=torch.bfloat16).requires_grad_(False)
+    assert linear.bias is not None
+    linear.bias.normal_()  # torch's own is too small to be missed in a product of half precision
     quantize_(linear, mxquant.mxfp4(activation=activation, rotation=rotation))
     return linear
 
