@@ -47,19 +47,24 @@ time of one call in microseconds and, in brackets, how many times as fast as bf1
 BOUNDS = """
 ## What bounds it
 
-Measured on weights of 28672 x 8192 with Nsight Compute, and by leaving parts of a kernel out, on one NVIDIA H200.
+On one NVIDIA H200, mostly at 28672 x 8192; the table above has what nothing can be faster than.
 
-- A few rows: reading the weight; 3.8 times fewer bytes than bf16's, of which the kernel reads 3.2 to 3.5 TB/s.
-- 17 to 2,048 rows of W4A16: FP16 tensor cores, busy for 90% of the time that a multiprocessor works. cuBLAS's bf16
-  is bound by the same tensor cores, so that from 256 rows on there is little to win. With 512 rows there are 448 tiles
-  for 132 multiprocessors, 3.4 rounds of work: the last one is split.
-- 33 to 1,024 rows of W4A4: FP8 tensor cores are busy for 69% of that time. Without decoding 512 rows took 190 us
-  instead of 223, without adding FP8 sums up in fp32 203, without both 172, without copying the activations 221: memory
-  isn't what it waits for. Clusters of programs that share copies would not help; decoding ahead of the product would,
-  but its registers are taken (240 of each thread).
-- More rows of W4A4: writing the expanded weight takes 105 us whatever the rows (the L2 cache's writes are at 80% of
-  their peak); the rest is cuBLAS's FP8 product with promoted sums.
-- The quantizer: memory; NVFP4's, which divides, instructions. An eager call: the host ([host](#host)).
+- A few rows: launches and reading the weight, which the table has: 34 us of the 38 that W4A4 takes at 28672 x 8192.
+  In the small weights the launches, and sums of split columns that go through memory, are as much as reading: at
+  4096 x 4096 launches and reading take 7.0 us, bf16 13.6, so that no kernel like these is 2.6 times as fast there.
+- 17 to 2,048 rows of W4A16: FP16 tensor cores, busy for 90% of a tile's time (Nsight Compute). cuBLAS's bf16 is bound
+  by the same tensor cores, so that from 256 rows on there is little to win. With 512 rows there are 448 tiles for 132
+  multiprocessors, 3.4 rounds of work: the last one is split.
+- 33 to 2,048 rows of W4A4: decoding and FP8 tensor cores, which were busy for 68% of the cycles at 1,056 rows (Nsight
+  Compute). Finishing a tile took 9 of its 57 us (from times at 4,096 and 8,192 columns); it is now copied out by the
+  TMA unit while the next one begins, and 512 rows take 204 us instead of 225. Leaving out the copies of activations
+  changed nothing: memory isn't what it waits for. More registers would be needed to decode further ahead (240 of each
+  thread are taken).
+- More rows of W4A4: cuBLAS's FP8 product of the expanded weight. With 8,192 rows it takes 2,866 us by itself, 1.83
+  times as fast as bf16; expanding the weight takes 105 us, folding the activations 60.
+- The quantizer: memory; rotated MXFP4, the issue of instructions (461 a block). The record's NVFP4 is from before its
+  per-tensor scale was found in two passes: 50 to 500 us of it were that; its kernel by itself takes 65 us for
+  8,192 x 8,192. An eager call: the host ([host](#host)).
 """
 
 UNMEASURED = """\
@@ -67,6 +72,7 @@ UNMEASURED = """\
 - Linears in formats other than MXFP4, with a bias, or on inputs in fp16 or fp32; whole models. Blocks of experts are
   in [moe.md](moe.md#on-a-gpu).
 - The card at fixed clocks, and its power.
+- An idle host: tests ran on its other GPU meanwhile, which shows in the host's times.
 """
 
 
@@ -196,11 +202,13 @@ def unmeasured(results: list[dict[str, Any]]) -> Iterator[str]:
     yield from ("", "## Not measured", "")
     for row in (row for row in results if "absent" in row):
         yield f"- {row['version']}: {row['absent']}."
-    failures: dict[tuple[str, str], list[str]] = {}
+    failures: dict[tuple[str, str], dict[str, list[str]]] = {}
     for row in (row for row in results if "failed" in row):
-        failures.setdefault((row["version"], row["failed"]), []).append(f"{row['shape']} M={row['rows']}")
+        places = failures.setdefault((row["version"], row["failed"]), {})
+        places.setdefault(row["shape"], []).append(f"{row['rows']:,}")
     for (version, reason), places in failures.items():
-        yield f"- {version} at {', '.join(places)}: {reason}"
+        where = "; ".join(f"{shape} M={' '.join(counts)}" for shape, counts in places.items())
+        yield f"- {version} at {where}: {reason}"
     for row in (row for row in results if "torchao_failed" in row):
         yield f"- torchao's quantizer, {row['quantize']}, {row['rows']} rows: {row['torchao_failed']}"
     if not any(" " in row["version"] for row in results if "version" in row):

@@ -8,6 +8,8 @@ MXFP8, which uses FP4's rounding constant for every element format; NVFP4: NVIDI
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -90,17 +92,19 @@ def nvfp4_per_tensor_scale(x: Tensor, mode: str | None = None) -> Tensor:
     if x.numel() == 0:
         return torch.ones((), dtype=torch.float32, device=x.device)
     chunks = x.flatten().split(chunk_elements(x))
-    return _nvfp4_scale(torch.stack([_finite_magnitude(chunk).amax() for chunk in chunks]).amax(), mode)
+    return _nvfp4_scale(torch.stack([_largest_finite(chunk) for chunk in chunks]).amax(), mode)
 
 
 def nvfp4_row_scale(x: Tensor, mode: str | None = None) -> Tensor:
     """`nvfp4_per_tensor_scale` of each row of `x` [..., K], for activations: fp32 [..., 1]."""
-    return _nvfp4_scale(_finite_magnitude(x).amax(-1, keepdim=True), mode)
+    return _nvfp4_scale(_largest_finite(x, dim=-1, keepdim=True), mode)
 
 
-def _finite_magnitude(x: Tensor) -> Tensor:
-    values = to_fp32(x)
-    return torch.where(values.isfinite(), values.abs(), 0)
+def _largest_finite(x: Tensor, **of: Any) -> Tensor:
+    """The largest finite magnitude, fp32, in two passes over `x` in its own dtype. `of`: as for `torch.aminmax`."""
+    values = to_fp32(x) if x.dtype == torch.float64 else x
+    low, high = torch.aminmax(values.nan_to_num(0.0, 0.0, 0.0), **of)
+    return torch.maximum(high, -low).to(torch.float32)
 
 
 def _nvfp4_scale(amax: Tensor, mode: str | None) -> Tensor:

@@ -26,10 +26,12 @@ from mxquant.kernels.overlap import await_previous, let_next_start
 from mxquant.kernels.tiled_expand import store_exact
 from mxquant.kernels.tiled_gluon import product_kernel
 from mxquant.kernels.tiled_grouped import find_group
-from mxquant.kernels.tiled_specialized import constants, descriptors, multiprocessors, takes_columns
+from mxquant.kernels.tiled_specialized import constants, descriptors, multiprocessors
 
 # Rows a group on average from which this is faster than `tiled_grouped` on an H200: by a fifth at 16, at 4 not yet.
 _LEAST = 8
+# Columns that the kernel takes multiples of: of what remains after 256, whole pairs of blocks.
+_COLUMNS = 64
 # Places that a program of the last launch looks after.
 _SETTLED = 2048
 
@@ -37,7 +39,7 @@ _SETTLED = 2048
 def takes(places: int, experts: int, n: int, k: int, device: torch.device) -> bool:
     """Whether `multiply_many_groups` takes K columns, has work for most of the device, and is the faster way."""
     tiles = experts * cdiv(n, 64 * TILES.value)
-    return takes_columns(k) and places >= _LEAST * experts and 4 * tiles >= 3 * multiprocessors(device)
+    return k % _COLUMNS == 0 and places >= _LEAST * experts and 4 * tiles >= 3 * multiprocessors(device)
 
 
 def multiply_many_groups(

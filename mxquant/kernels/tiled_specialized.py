@@ -26,13 +26,13 @@ from mxquant.kernels.overlap import await_previous
 from mxquant.kernels.tiled_expand import repair
 from mxquant.kernels.tiled_gluon import product_kernel
 
-# Columns that the kernel takes multiples of: of what remains after 256, whole pairs of blocks.
-COLUMNS = 64
+# The kernel takes whole pairs of blocks, as `grouped_specialized` uses it; of one matrix, only this was run on a GPU.
+_COLUMNS = 256
 
 
 def takes_columns(k: int) -> bool:
     """Whether `multiply_many` takes K columns."""
-    return k % COLUMNS == 0
+    return k % _COLUMNS == 0
 
 
 def keeps_busy(m: int, n: int, k: int, device: torch.device) -> bool:
@@ -54,7 +54,7 @@ def multiply_many(
     *,
     rotated: bool = False,
 ) -> Tensor:
-    """As `tiled_matmul.multiply_few`, for K a multiple of 64."""
+    """As `tiled_matmul.multiply_few`, for K a multiple of 256."""
     (m, k), device = x_MK.shape, x_MK.device
     values, x_scale, x_MK = fold_input(x_MK, scale_mode, permute=True, rotated=rotated)
     fp16 = scale_mode is None

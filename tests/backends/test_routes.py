@@ -34,7 +34,7 @@ def first_of(backend: str, n: int, k: int, rows: int) -> str:
     tile = 32 if rows <= 32 else 64 if rows <= 64 else 128
     busy = -(-rows // tile) * -(-n // 256) >= 99
     least, most = {"fp8": (33, 2048), "fp16": (17, 2048)}[backend]
-    if k % 64 == 0 and busy and least <= rows <= most:
+    if k % 256 == 0 and busy and least <= rows <= most:
         return "specialized"
     return "few" if rows <= 512 else "expand"
 
@@ -46,7 +46,7 @@ def test_the_first_route_is_what_was_measured_to_be_best(backend: str, activatio
         asked = dense_problem(activation=activation, out_features=n, in_features=k, **HOPPER)
         first, *others = names(backend, asked, rows)
         assert first == first_of(backend, n, k, rows)
-        every = {"few", "specialized", "expand"} if k % 64 == 0 else {"few", "expand"}
+        every = {"few", "specialized", "expand"} if k % 256 == 0 else {"few", "expand"}
         assert sorted([first, *others]) == sorted(every)
         seen.add(first)
     assert seen == {"few", "specialized", "expand"}
