@@ -18,8 +18,9 @@ pytestmark = needs_gpu
 
 # One of each way that a tensor-core backend has: tiles of 16 and of 128 rows, two of those, and expansion.
 ROWS = [1, 100, 200, 300]
-# Clock cycles, some 200 ms: longer than it takes to launch what follows, also where other processes share the GPU.
-A_WHILE = 400_000_000
+# Clock cycles, some 200 ms and 4 s: longer than it takes to launch what follows, the latter also where other processes
+# keep the host and the GPU busy.
+A_WHILE, LONG = 400_000_000, 8_000_000_000
 
 
 def layer(case: Case, device: torch.device) -> tuple[Tensor, MXTensor, Tensor]:
@@ -55,18 +56,26 @@ def test_on_a_stream_of_its_own(case: Case, rows: int, device: torch.device) -> 
     x, weight, bias = layer(case, device)
     x = x[:rows]
     expected = F.linear(x, weight, bias)
-    late, side = torch.full_like(x, torch.nan), torch.cuda.Stream(device)
+    late, side, arrived = torch.empty_like(x), torch.cuda.Stream(device), torch.cuda.Event()
     torch.cuda.synchronize(device)
     with torch.cuda.stream(side):
         F.linear(late, weight, bias)  # what cuBLAS sets up for each stream
-    torch.cuda.synchronize(device)
-    with torch.cuda.stream(side):
-        torch.cuda._sleep(A_WHILE)
-        late.copy_(x)
-        y = F.linear(late, weight, bias)
-    too_early = F.linear(late, weight, bias)
-    torch.cuda.synchronize(device)
-    assert torch.equal(y, expected)
+    for cycles in (A_WHILE, LONG):
+        late.fill_(torch.nan)
+        torch.cuda.synchronize(device)
+        with torch.cuda.stream(side):
+            torch.cuda._sleep(cycles)
+            late.copy_(x)
+            arrived.record()
+            y = F.linear(late, weight, bias)
+        too_early = F.linear(late, weight, bias)
+        torch.cuda.current_stream(device).synchronize()
+        was_early = not arrived.query()
+        torch.cuda.synchronize(device)
+        assert torch.equal(y, expected)
+        if was_early:
+            break
+    assert was_early
     assert too_early.isnan().all()
 
 
