@@ -77,6 +77,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--places", nargs="+", choices=PLACES, default=list(PLACES))
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
     arguments = parser.parse_args(argv)
+    if DEVICE == "cuda" and not torch.cuda.is_available():
+        parser.error("needs a GPU that torch can use; calibrated_accuracy.py measures a CPU")
 
     record = Record(
         "gpu_calibration",

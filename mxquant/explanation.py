@@ -40,10 +40,10 @@ def explain(
         raise TypeError(f"input_shape is a sequence of sizes such as (4, 4096); got {input_shape!r}")
     device = None if device is None else _parsed_device(device)
     in_features = describe(first).in_features
-    if input_shape is not None and (not input_shape or input_shape[-1] != in_features):
+    if input_shape is not None and (not input_shape or input_shape[-1] != in_features or min(input_shape) < 0):
         raise ValueError(
             f"input_shape {tuple(input_shape)} does not fit a weight of shape {tuple(first.shape)}: "
-            f"the last size must be its in_features, {in_features}"
+            f"no size is negative, and the last is its in_features, {in_features}"
         )
     explained = _explain(first, input_shape, device)
     return replace(explained, others=tuple(_explain(weight, None, device) for weight in others))
@@ -85,7 +85,7 @@ def _weights_of(module_or_tensor: nn.Module | Tensor) -> list[MXTensor]:
     """The quantized weights of one layer, in the order of its parameters; at least one."""
     if isinstance(module_or_tensor, nn.Module):
         parameters: list[object] = list(module_or_tensor._parameters.values())
-        weights = [weight for weight in parameters if isinstance(weight, MXTensor)]
+        weights = [weight for weight in parameters if isinstance(weight, MXTensor) and weight.dim() >= 2]
         if weights:
             return weights
         inside = [name.rpartition(".")[0] for name, p in module_or_tensor.named_parameters() if isinstance(p, MXTensor)]

@@ -138,7 +138,7 @@ def tune(model: nn.Module, rows: Sequence[int] = ROWS) -> TuningReport:
 
 
 def _check_rows(rows: Sequence[int]) -> list[int]:
-    if not isinstance(rows, Sequence) or not all(type(m) is int for m in rows):
+    if not isinstance(rows, Sequence) or isinstance(rows, (str, bytes)) or not all(type(m) is int for m in rows):
         raise TypeError(f"rows is a sequence of numbers such as (1, 64); got {rows!r}")
     if not rows or min(rows) < 1:
         raise ValueError(f"rows holds numbers from 1 on, at least one; got {rows!r}")
@@ -154,6 +154,9 @@ def find_products(model: nn.Module) -> tuple[list[Product], dict[str, list[str]]
     products: dict[tuple[str, str], Product] = {}
     left: dict[str, list[str]] = {}
     for name, weight in _weights(model):
+        if weight.dim() < 2:
+            left.setdefault("has one axis, and is no matrix to multiply with", []).append(name)
+            continue
         problem = describe(weight)
         if problem.experts:
             left.setdefault("experts are multiplied in groups, which has one route", []).append(name)
@@ -168,7 +171,8 @@ def find_products(model: nn.Module) -> tuple[list[Product], dict[str, list[str]]
             product = Product(backend, problem, precision(weight.metadata), in_layout.operand)
             products.setdefault(key, product).names.append(name)
     if not products and not left:
-        raise ValueError(f"{type(model).__name__} has no quantized weight to multiply with; call quantize_ first")
+        kind = type(model).__name__
+        raise ValueError(f"{kind} has no quantized weight but those of embeddings; quantize its linears with quantize_")
     return list(products.values()), left
 
 

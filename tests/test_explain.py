@@ -64,11 +64,12 @@ def test_explain_in_html(picky: type[Picky]) -> None:
     assert "<td>emulation</td><td>chosen</td>" in text
 
 
-@pytest.mark.parametrize("shape", [(), (40, 3), (2, 64)])
+@pytest.mark.parametrize("shape", [(), (40, 3), (2, 64), (-1, 40)])
 def test_explain_checks_the_input(shape: tuple[int, ...]) -> None:
     model = mlp()
     quantize_(model, "mxfp4")
-    with pytest.raises(ValueError, match=r"input_shape \(.*\) does not fit .* \(64, 40\): the last size must be .* 40"):
+    fits_not = r"input_shape \(.*\) does not fit .* \(64, 40\): no size is negative, .* in_features, 40"
+    with pytest.raises(ValueError, match=fits_not):
         explain(model[0], shape)
 
 

@@ -109,12 +109,14 @@ nothing was tuned""",
 def test_nothing_is_tuned_where_there_is_nothing_to_choose(routes_cache: None, tmp_path: Path) -> None:
     model = mlp()
     quantize_(model, "mxfp4")
+    model.register_parameter("vector", nn.Parameter(mxquant.quantize(torch.randn(32), "mxfp4"), False))
     model.register_parameter("experts", nn.Parameter(mxquant.quantize(torch.randn(2, 8, 32), "mxfp4"), False))
     assert_expected_inline(
         str(tune(model)),
         """\
 | not tuned           | reason                                                |
 |---------------------|-------------------------------------------------------|
+| vector              | has one axis, and is no matrix to multiply with       |
 | experts             | experts are multiplied in groups, which has one route |
 | 0.weight and 1 more | backend emulation has one route                       |
 
@@ -152,14 +154,14 @@ def test_rows_that_are_none_are_refused(rows: list[int]) -> None:
         tune(mlp(), rows)
 
 
-@pytest.mark.parametrize("rows", [16, (1.0,), ("1",), (True,), {1, 2}])
+@pytest.mark.parametrize("rows", [16, (1.0,), ("1",), (True,), {1, 2}, b"ab", ""])
 def test_what_are_no_rows_is_refused(rows: object) -> None:
     with pytest.raises(TypeError, match=r"rows is a sequence of numbers such as \(1, 64\); got"):
         tune(mlp(), rows)  # type: ignore[arg-type]
 
 
 def test_a_model_that_is_none_or_not_quantized_is_refused() -> None:
-    with pytest.raises(ValueError, match="Sequential has no quantized weight to multiply with; call quantize_ first"):
+    with pytest.raises(ValueError, match="Sequential has no quantized weight but those of embeddings; quantize"):
         tune(mlp())
     with pytest.raises(TypeError, match=r"tune takes an nn\.Module; got Tensor"):
         tune(torch.ones(2))  # type: ignore[arg-type]

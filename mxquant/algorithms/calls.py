@@ -26,8 +26,8 @@ def fresh(call: Call, device: torch.device | None = None) -> Call:
     What is one object stays one: layers that share their inputs are told by that.
 
     Args:
-        device: make the copies there, and send what else can be sent (an attention mask that is no tensor); None: where
-            the call is.
+        device: make the copies there, and send what else can be sent (an attention mask that is no tensor), a copy of
+            it, as some send themselves; a device that is passed becomes this one. None: where the call is.
     """
 
     def copied(value: Any) -> Any:
@@ -36,8 +36,10 @@ def fresh(call: Call, device: torch.device | None = None) -> Call:
         if _is_cache(value):
             own = copy.deepcopy(value)
             return own if device is None else _sent(own, device, set())
+        if device is not None and isinstance(value, torch.device):
+            return device
         is_mover = not isinstance(value, (type, nn.Module)) and callable(getattr(value, "to", None))
-        return value.to(device) if is_mover and device is not None else value
+        return copy.copy(value).to(device) if is_mover and device is not None else value
 
     return _mapped(call, copied, {})
 

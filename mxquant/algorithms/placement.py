@@ -2,8 +2,9 @@
 
 A part is a module that computes on the device as a whole: a transformer block, or a layer outside of the blocks whose
 weight is there. When it is called, its parameters and buffers and a copy of what it is called with go to the device;
-what it gives comes back to where the model is. It stays there until another part is called, so that the device holds
-one part and what one call of it needs. What the model had at home is kept there meanwhile, and put back as it was.
+what it gives comes back to where the model is. A part that runs by itself stays there until another one does; one that
+the model calls goes home at once, as what comes next may share tensors with it. So the device holds one part and what
+one call of it needs. What the model had at home is kept there meanwhile, and put back as it was.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ class Placement:
             return forward(*args, **kwargs)
         self._load(part)
         args, kwargs = fresh(call, self.device)
-        return moved(forward(*args, **kwargs), self.home)
+        return self._given(forward(*args, **kwargs))
 
     @contextmanager
     def running(
@@ -81,6 +82,8 @@ class Placement:
         if self.device is None:
             yield None
             return
+        if module is not self._loaded:
+            self._release()  # what it shares with other modules would make parts of them
         found = list(dict.fromkeys(self._outermost(module, set(parts), set(apart))))
         if found == [module]:
             self._load(module)
@@ -91,7 +94,7 @@ class Placement:
             for part in found:
                 # Before the hooks that look at the arguments.
                 handles.append(part.register_forward_pre_hook(self._take, prepend=True, with_kwargs=True))
-                handles.append(part.register_forward_hook(lambda _, args, output: moved(output, self.home)))
+                handles.append(part.register_forward_hook(lambda _, args, output: self._given(output)))
             yield None
         finally:
             for handle in handles:
@@ -100,6 +103,12 @@ class Placement:
     def _take(self, part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         self._load(part)
         return fresh((args, kwargs), self.device)
+
+    def _given(self, output: Any) -> Any:
+        """What the loaded part gives, at home, where the part goes as well."""
+        output = moved(output, self.home)
+        self._release()
+        return output
 
     def _outermost(self, module: nn.Module, parts: set[nn.Module], apart: set[nn.Module]) -> Iterator[nn.Module]:
         if module in apart:

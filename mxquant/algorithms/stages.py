@@ -96,7 +96,7 @@ def pass_on(outputs: Sequence[Any], following: Stage) -> None:
 
 @contextmanager
 def calibrating(model: nn.Module) -> Iterator[None]:
-    """Without gradients, dropout and caches."""
+    """Without gradients, dropout and caches, and eager: what is compiled calls no hooks, which look at inputs."""
     training = [module for module in model.modules() if module.training]
     # Models inside of others have configs of their own, which may be one object.
     configs: dict[int, Any] = {id(config): config for config in (getattr(m, "config", None) for m in model.modules())}
@@ -105,7 +105,7 @@ def calibrating(model: nn.Module) -> Iterator[None]:
         model.eval()
         for config, _ in caching:
             config.use_cache = False
-        with torch.no_grad():
+        with torch.no_grad(), torch.compiler.set_stance("force_eager"):
             yield
     finally:
         for config, use_cache in caching:
@@ -115,14 +115,11 @@ def calibrating(model: nn.Module) -> Iterator[None]:
 
 
 def _call_of(batch: Batch, device: torch.device) -> Call:
-    def there(value: Any) -> Any:
-        return value.to(device) if isinstance(value, Tensor) else value
-
     if isinstance(batch, Tensor):
-        return (there(batch),), {}
+        return (batch.to(device),), {}
     if isinstance(batch, Mapping):
-        return (), {key: there(value) for key, value in batch.items()}
-    return tuple(there(value) for value in batch), {}
+        return (), moved(dict(batch), device)
+    return moved(tuple(batch), device), {}
 
 
 def _block_list(model: nn.Module, weight_names: Sequence[str]) -> tuple[str, nn.ModuleList | None]:

@@ -25,13 +25,16 @@ def register_backend(cls: _B, before: str = Emulation.name) -> _B:
         before: an existing backend's name; by default emulation, which takes everything.
 
     Raises:
-        TypeError: `cls` is not a concrete subclass of Backend with a name.
+        TypeError: `cls` is not a concrete subclass of Backend with a name, or it sets `gates` and leaves
+            `grouped_matmul`, where they are applied, as it is.
         ValueError: its name or its layout's name is taken or reserved, or `before` is unknown.
     """
     if not (isinstance(cls, type) and issubclass(cls, Backend)):
         raise TypeError(f"register_backend takes a subclass of mxquant.backends.Backend; got {cls!r}")
     if not isinstance(getattr(cls, "name", None), str):
         raise TypeError(f"{cls.__name__} has no name; give it a class attribute `name`, a string")
+    if cls.gates and cls.grouped_matmul is Backend.grouped_matmul:
+        raise TypeError(f"{cls.__name__} sets gates, which grouped_matmul applies; override it, or leave gates False")
     if cls.name in (*_backends, "auto", ""):
         registered = f"registered: {', '.join(_backends)} (auto is reserved)"
         is_removable = cls.name in _backends and cls.name != Emulation.name

@@ -58,10 +58,8 @@ def device_name(device: torch.device) -> str:
 
 def path_of(device: str) -> Path:
     """The file of a kind of device: in `$MXQUANT_CACHE`, else `mxquant` in `$XDG_CACHE_HOME`, else in `~/.cache`."""
-    folder = os.environ.get("MXQUANT_CACHE") or os.path.join(
-        os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "mxquant"
-    )
-    return Path(folder) / f"routes-{re.sub('[^a-z0-9]+', '-', device.lower())}.json"
+    folder = os.environ.get("MXQUANT_CACHE") or os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "mxquant")
+    return Path(folder).expanduser() / f"routes-{re.sub('[^a-z0-9]+', '-', device.lower())}.json"
 
 
 @functools.lru_cache(maxsize=64)
@@ -86,10 +84,13 @@ def check_writable(path: Path) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with _lock(path):
-            pass
+            if path.is_dir():
+                raise IsADirectoryError("it is a folder")
+            with _new(path).open("ab"):
+                pass
+            _new(path).unlink()
     except (OSError, NotImplementedError) as error:  # the latter: a file system without locks
-        remedy = "set MXQUANT_CACHE to a folder on a local disk that can be written to"
-        raise OSError(f"{path} cannot be written: {error}; {remedy}") from error
+        raise _cannot_write(path, error) from error
 
 
 def record(device: str, measured: Table) -> Path:
@@ -106,10 +107,23 @@ def record(device: str, measured: Table) -> Path:
             known = {}
         products = sorted({*known, *measured})
         routes = {product: {**known.get(product, {}), **measured.get(product, {})} for product in products}
-        new = path.with_suffix(".new")
-        new.write_text(json.dumps({**_circumstances(device), "routes": routes}, indent=1) + "\n", encoding="utf-8")
-        os.replace(new, path)
+        content = json.dumps({**_circumstances(device), "routes": routes}, indent=1) + "\n"
+        try:
+            _new(path).write_text(content, encoding="utf-8")
+            os.replace(_new(path), path)
+        except OSError as error:
+            raise _cannot_write(path, error) from error
     return path
+
+
+def _new(path: Path) -> Path:
+    """Where a file is written before it takes the place of the old one."""
+    return path.with_suffix(".new")
+
+
+def _cannot_write(path: Path, error: Exception) -> OSError:
+    remedy = "set MXQUANT_CACHE to a folder on a local disk that can be written to"
+    return OSError(f"{path} cannot be written: {error}; {remedy}")
 
 
 def _lock(path: Path) -> AbstractContextManager[object]:

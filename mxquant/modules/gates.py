@@ -32,11 +32,11 @@ def default_gate(gate_order: str | None) -> Callable[..., Tensor]:
 
 def known_gate(gate: Callable[..., Tensor], module: Any) -> KnownGate | None:
     """The gate as data, where kernels know it, else None. Of a block of transformers, told by the function that its
-    class has for it.
+    class has for it, unless the block has one of its own.
     """
     if isinstance(gate, KnownGate):
         return gate
-    if gate is not transformers_gate:
+    if gate is not transformers_gate or "_apply_gate" in vars(module):
         return None
     name = getattr(type(module)._apply_gate, "__qualname__", "")
     if name == "GptOssExperts._apply_gate":
@@ -47,6 +47,10 @@ def known_gate(gate: Callable[..., Tensor], module: Any) -> KnownGate | None:
 
 
 def _is_silu(activation: Any) -> bool:
-    """Newer versions of transformers have a class of their own for it."""
+    """Whether it is that and no more. Newer versions of transformers have a class of their own for it."""
     cls = type(activation)
+    if not isinstance(activation, nn.Module) or "forward" in vars(activation):
+        return False
+    if activation._forward_hooks or activation._forward_pre_hooks:
+        return False
     return cls is nn.SiLU or (cls.__module__, cls.__name__) == ("transformers.activations", "SiLUActivation")

@@ -113,7 +113,7 @@ def _multiply(
     """The grouped matmul of [S, K], or of the rows `rows` of [T, K], and its bias: [S, N], zero beyond the last expert.
     With a gate, of what it makes of twice as many columns.
 
-    The differentiable way gathers rows first; it has the same values.
+    The differentiable way gathers rows first; it has the same values, but that it rounds products before adding a bias.
     """
     bias_EN = None if bias_name is None else experts._parameters[bias_name]
     wants_gradient = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, w, bias_EN))

@@ -329,3 +329,17 @@ def test_blocks_run_one_after_the_other_as_in_the_model() -> None:
         assert stages[2].calls[1][1] == {"scale": 1.0}
     assert block_stages(Unchained(), model_stage(Unchained(), data), names) == []
     assert block_stages(nn.Linear(64, 64), model_stage(nn.Linear(64, 64), data), ["weight"]) == []
+
+
+def test_compiled_blocks_are_calibrated_as_others() -> None:
+    """Eager meanwhile: compiled ones call no hooks."""
+    model = Model()
+    expected = copy.deepcopy(model)
+    for block in model.blocks:
+        block.compile(backend="eager")
+    data = batches()
+    for one in (model, expected):
+        quantize_(one, ROTATED, calibration=data)
+    for (name, weight), other in zip(model.named_parameters(), expected.parameters(), strict=True):
+        if isinstance(weight, MXTensor):
+            assert torch.equal(weight.qdata, other.qdata), name  # type: ignore[attr-defined]

@@ -65,6 +65,39 @@ class Around(Model):
         return self.lm_head(self.pooler(self.both(hidden)))
 
 
+class Turn(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("by", torch.randn(WIDTH))
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        return hidden_states * self.by
+
+
+class TurningBlock(Block):
+    def forward(self, hidden_states: Tensor, device: torch.device, scale: float = 1.0) -> Tensor:  # type: ignore[override]
+        return super().forward(self.turn(hidden_states) + torch.ones(WIDTH, device=device), scale)
+
+
+class Shared(Model):
+    """What blocks have in common with what is before and after them: a parameter, a module with a buffer; and a device
+    among their arguments.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(TurningBlock, blocks=2)
+        self.turn, self.final = Turn(), nn.LayerNorm(WIDTH)
+        self.final.weight = self.blocks[-1].norm.weight
+        for block in self.blocks:
+            block.turn = self.turn
+
+    def forward(self, ids: Tensor, scale: float = 1.0) -> Tensor:
+        hidden = self.turn(self.embed(ids))
+        for block in self.blocks:
+            hidden = block(hidden, device=hidden.device, scale=scale)
+        return self.lm_head(torch.tanh(self.pooler(self.turn(self.final(hidden)))))
+
+
 class TiedBlocks(Model):
     def __init__(self) -> None:
         super().__init__()
@@ -86,6 +119,7 @@ CASES = {
     "no chain of blocks": Case(lambda: Unchained(blocks=2), lambda sequential: config(sequential=sequential)),
     "experts": Case(lambda: Model(MoEBlock, 2), lambda sequential: config(sequential=sequential)),
     "buffers": Case(lambda: Model(BufferBlock, 2), lambda sequential: config(sequential=sequential)),
+    "shared with what is around": Case(Shared, lambda sequential: config(sequential=sequential)),
     "tied blocks": Case(TiedBlocks, lambda sequential: config(sequential=sequential)),
     "formats, some rounded": Case(
         lambda: Model(blocks=2),

@@ -54,6 +54,8 @@ def test_where_the_file_lies(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     assert tuned.path_of("cpu") == tmp_path / "xdg" / "mxquant" / "routes-cpu.json"
     monkeypatch.setenv("MXQUANT_CACHE", str(tmp_path / "own"))
     assert tuned.path_of("cpu") == tmp_path / "own" / "routes-cpu.json"
+    monkeypatch.setenv("MXQUANT_CACHE", "~/own")
+    assert tuned.path_of("cpu") == tmp_path / "own" / "routes-cpu.json"
 
 
 # Files that cannot be used
@@ -125,6 +127,13 @@ def test_a_folder_that_cannot_be_made_is_told_before(
     monkeypatch.setenv("MXQUANT_CACHE", str(tmp_path / "file" / "deeper" if nested else tmp_path / "file"))
     with pytest.raises(OSError, match=r"file.* cannot be written: .*; set MXQUANT_CACHE to a folder on a local disk"):
         tuned.check_writable(tuned.path_of("cpu"))
+
+
+def test_a_folder_in_the_files_place_is_told_before(routes_cache: None) -> None:
+    path = tuned.path_of("cpu")
+    path.mkdir(parents=True)
+    with pytest.raises(OSError, match=r"routes-cpu\.json cannot be written: it is a folder"):
+        tuned.check_writable(path)
 
 
 # Several at once
