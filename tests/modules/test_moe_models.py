@@ -158,7 +158,7 @@ def test_explain_tells_of_each_weight() -> None:
     assert down.matmul == "W4A4: mxfp4 input [M, 96], each row times one of 4 mxfp4 weights [64, 96] on cpu"
     assert str(explained).count("| emulation | chosen") == 2
     assert explained._repr_html_().count("<table>") == 2
-    with pytest.raises(ValueError, match="must be its in_features, 64"):
+    with pytest.raises(ValueError, match="the last is its in_features, 64"):
         explain(experts, (5, 96))
     with pytest.raises(ValueError, match=r"get_submodule\('layers.0.self_attn.q_proj'\)"):
         explain(model.model)
