@@ -18,22 +18,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mxquant.kernels.fold import any_unfit, fold_input
+from mxquant.kernels.exact_rows import EXACT_WARPS, LOOKED_AT, exact_grid, next_unfit, store_exact, unfit_count
+from mxquant.kernels.fold import fold_input
 from mxquant.kernels.gate import KnownGate
 from mxquant.kernels.gluon_work import TILES
-from mxquant.kernels.launch import cached_launch, cdiv, next_power_of_2
+from mxquant.kernels.launch import cached_launch, cdiv, multiprocessors, next_power_of_2
 from mxquant.kernels.overlap import await_previous, let_next_start
-from mxquant.kernels.tiled_expand import store_exact
 from mxquant.kernels.tiled_gluon import product_kernel
 from mxquant.kernels.tiled_grouped import find_group
-from mxquant.kernels.tiled_specialized import constants, descriptors, multiprocessors
+from mxquant.kernels.tiled_specialized import constants, descriptors
 
 # Rows a group on average from which this is faster than `tiled_grouped` on an H200: by a fifth at 16, at 4 not yet.
 _LEAST = 8
 # Columns that the kernel takes multiples of: of what remains after 256, whole pairs of blocks.
 _COLUMNS = 64
-# Places that a program of the last launch looks after.
-_SETTLED = 2048
 
 
 def takes(places: int, experts: int, n: int, k: int, device: torch.device) -> bool:
@@ -175,10 +173,10 @@ def settle(
     """
     (s, n), k, experts = y_SN.shape, x_TK.shape[1], offsets_E.shape[0]
     bias, rows = y_SN if bias_EN is None else bias_EN, offsets_E if rows_S is None else rows_S
-    _settle_kernel[(n // 64, cdiv(s, _SETTLED))](
+    _settle_kernel[exact_grid(s, n, y_SN.device)](
         y_SN, x_TK, words, bytes_, bias, x_scale_S1, offsets_E, rows, s, n, k, x_TK.stride(0), experts,
-        GROUPS=next_power_of_2(experts), PLACES=_SETTLED, MODE=scale_mode, GATHER=rows_S is not None,
-        HAS_BIAS=bias_EN is not None, launch_pdl=True,
+        GROUPS=next_power_of_2(experts), MODE=scale_mode, GATHER=rows_S is not None, HAS_BIAS=bias_EN is not None,
+        num_warps=EXACT_WARPS, launch_pdl=True,
     )  # fmt: skip
 
 
@@ -199,32 +197,34 @@ def _settle_kernel(
     x_stride: tl.tensor,
     E: tl.tensor,
     GROUPS: tl.constexpr,
-    PLACES: tl.constexpr,
     MODE: tl.constexpr,
     GATHER: tl.constexpr,
     HAS_BIAS: tl.constexpr,
 ) -> None:
-    """64 columns of some places; a program that finds nothing to do returns at once."""
-    start = tl.program_id(1) * PLACES
-    places = start + tl.arange(0, PLACES)
+    """Some places, and every so-manieth 64 columns; a program that finds nothing to do returns at once."""
+    start = tl.program_id(1) * LOOKED_AT
+    places = start + tl.arange(0, LOOKED_AT)
+    stop = tl.minimum(start + LOOKED_AT, S)
     total = tl.load(offsets + E - 1)
+    group = tl.arange(0, GROUPS)
     await_previous()
-    unfit = any_unfit(tl.load(x_scale + places, mask=places < S, other=0.0))
-    if unfit or tl.minimum(start + PLACES, S) > total:
-        n = tl.program_id(0).to(tl.int64) * 64 + tl.arange(0, 64)
-        group = tl.arange(0, GROUPS)
+    factor = tl.load(x_scale + places, mask=places < tl.minimum(stop, total), other=0.0)
+    for first in range(tl.maximum(start, total // 32 * 32), stop, 32):
+        m = first + tl.arange(0, 32)
+        for tile in range(tl.program_id(0), N // 64, tl.num_programs(0)):
+            at = m[None, :].to(tl.int64) * N + tile * 64 + tl.arange(0, 64)[:, None]
+            tl.store(y + at, tl.zeros((64, 32), y.dtype.element_ty), mask=((m >= total) & (m < stop))[None, :])
+    last = start - 1
+    for _ in range(0, unfit_count(factor), 32):
+        m, unfit = next_unfit(factor, places, last)
+        last = tl.max(m, 0)
+        row = tl.load(rows + m).to(tl.int64) if GATHER else m.to(tl.int64)
         end = tl.load(offsets + group, mask=group < E, other=S)
-        for first in range(start, tl.minimum(start + PLACES, S), 32):
-            m = first + tl.arange(0, 32)
-            at = m[None, :].to(tl.int64) * N + n[:, None]
-            tl.store(y + at, tl.zeros((64, 32), y.dtype.element_ty), mask=((m >= total) & (m < S))[None, :])
-            factor = tl.load(x_scale + m, mask=m < tl.minimum(S, total), other=0.0)
-            if any_unfit(factor):
-                row = tl.load(rows + m, mask=m < S, other=0).to(tl.int64) if GATHER else m.to(tl.int64)
-                matrix = tl.sum((end[None, :] <= m[:, None]).to(tl.int32), 1)
-                for expert in range(tl.min(matrix, 0), tl.minimum(tl.max(matrix, 0), E - 1) + 1):
-                    inside = (factor != factor) & (matrix == expert)
-                    if tl.max(inside.to(tl.int32), 0) != 0:
-                        w_row = n + expert * N
-                        store_exact(y, x, words, scale_bytes, bias, w_row, n, row, m, inside, N, K, x_stride, MODE,
-                                    HAS_BIAS)  # fmt: skip
+        matrix = tl.sum((end[None, :] <= m[:, None]).to(tl.int32), 1)
+        for expert in range(tl.min(matrix, 0), tl.max(matrix, 0) + 1):
+            inside = unfit & (matrix == expert)
+            if tl.max(inside.to(tl.int32), 0) != 0:
+                for tile in range(tl.program_id(0), N // 64, tl.num_programs(0)):
+                    n = (tile * 64 + tl.arange(0, 64)).to(tl.int64)
+                    store_exact(y, x, words, scale_bytes, bias, n + expert * N, n, row, m, inside, N, K, x_stride, MODE,
+                                HAS_BIAS)  # fmt: skip

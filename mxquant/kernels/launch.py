@@ -118,3 +118,9 @@ def cdiv(a: int, b: int) -> int:
 def next_power_of_2(n: int) -> int:
     """As `triton.next_power_of_2`."""
     return 1 << (n - 1).bit_length()
+
+
+@functools.lru_cache(maxsize=64)
+def multiprocessors(device: torch.device) -> int:
+    """Of a GPU; 1 elsewhere, where kernels are interpreted."""
+    return int(torch.cuda.get_device_properties(device).multi_processor_count) if device.type == "cuda" else 1

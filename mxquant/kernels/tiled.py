@@ -53,6 +53,24 @@ def code_values(word: tl.tensor, i: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
+def chunk_codes(
+    words: tl.tensor, scale_bytes: tl.tensor, n: tl.tensor, chunk: tl.tensor, K: tl.tensor
+) -> tuple[tl.tensor, tl.tensor]:
+    """fp32 E2M1 values [64, 16, 8] of 128 columns of weight rows `n` [64], eight of each of 16 words, and the exponents
+    [64, 16] of their blocks relative to the row's largest; zeros beyond K.
+    """
+    word = tl.arange(0, 16)
+    block = chunk * 4 + word // 4
+    inside = (block < K // 32)[None, :]
+    words32 = words.to(tl.pointer_type(tl.int32))
+    at = word_address(n[:, None], block[None, :], K) + (word % 4)[None, :]
+    packed = tl.load(words32 + at, mask=inside, other=0)
+    byte = tl.load(scale_bytes + scale_address(n[:, None], block[None, :], K), mask=inside, other=0)
+    codes = code_values(packed[:, :, None], tl.arange(0, 8)[None, None, :])
+    return codes, (byte.to(tl.int32) & 0x1F) - 27
+
+
+@triton.jit
 def exact_tile(
     x: tl.tensor,
     words: tl.tensor,

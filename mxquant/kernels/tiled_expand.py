@@ -14,10 +14,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mxquant.kernels.fold import any_unfit, row_factor
+from mxquant.kernels.exact_rows import EXACT_WARPS, LOOKED_AT, exact_grid, next_unfit, store_exact, unfit_count
+from mxquant.kernels.fold import row_factor
 from mxquant.kernels.launch import cached_launch, cdiv
 from mxquant.kernels.overlap import await_previous
-from mxquant.kernels.tiled import code_values, exact_tile, highest_exponent, scale_address, word_address
+from mxquant.kernels.tiled import chunk_codes, highest_exponent
 from mxquant.kernels.triton_numerics import e8m0_to_float, power_of_two
 
 # What the row's largest block exponent becomes in E4M3: 6 x 2^6 <= 448.
@@ -53,16 +54,7 @@ def _expand_kernel(
 ) -> None:
     """64 rows, 128 columns: 16 words of each row, four a block. TOP: of the row's largest exponent; None: absolute."""
     n = tl.program_id(0).to(tl.int64) * 64 + tl.arange(0, 64)
-    word = tl.arange(0, 16)
-    block = tl.program_id(1) * 4 + word // 4
-    inside = (block < K // 32)[None, :]
-    packed = tl.load(
-        words.to(tl.pointer_type(tl.int32)) + word_address(n[:, None], block[None, :], K) + (word % 4)[None, :],
-        mask=inside,
-        other=0,
-    )
-    byte = tl.load(scale_bytes + scale_address(n[:, None], block[None, :], K), mask=inside, other=0)
-    relative = (byte.to(tl.int32) & 0x1F) - 27
+    codes, relative = chunk_codes(words, scale_bytes, n, tl.program_id(1), K)
     highest = highest_exponent(scale_bytes, n, K)
     if TOP is None:
         factor = e8m0_to_float(tl.maximum(relative + highest[:, None], 0))
@@ -70,13 +62,9 @@ def _expand_kernel(
         factor = power_of_two(relative + TOP)
         if tl.program_id(1) == 0:
             tl.store(row_scale + n, row_factor(highest, TOP))
-    codes = code_values(packed[:, :, None], tl.arange(0, 8)[None, None, :])
     out = tl.reshape((codes * factor[:, :, None]).to(values.dtype.element_ty), (64, 128))
     column = tl.program_id(1) * 128 + tl.arange(0, 128)
     tl.store(values + n[:, None] * K + column[None, :], out, mask=(column < K)[None, :])
-
-
-_REPAIR_ROWS = 512
 
 
 def repair(
@@ -96,9 +84,9 @@ def repair(
         y_MN: the product so far; x_MK: its input before quantization; x_scale_M1: its scales, of `fold_activation`.
     """
     (m, n), k = y_MN.shape, x_MK.shape[1]
-    _repair_kernel[(n // 64, cdiv(m, _REPAIR_ROWS))](
+    _repair_kernel[exact_grid(m, n, y_MN.device)](
         y_MN, x_MK, words, bytes_, y_MN if bias_N is None else bias_N, x_scale_M1, m, n, k,
-        x_MK.stride(0), ROWS=_REPAIR_ROWS, MODE=scale_mode, HAS_BIAS=bias_N is not None, launch_pdl=True,
+        x_MK.stride(0), MODE=scale_mode, HAS_BIAS=bias_N is not None, num_warps=EXACT_WARPS, launch_pdl=True,
     )  # fmt: skip
 
 
@@ -115,45 +103,18 @@ def _repair_kernel(
     N: tl.tensor,
     K: tl.tensor,
     x_stride: tl.tensor,
-    ROWS: tl.constexpr,
     MODE: tl.constexpr,
     HAS_BIAS: tl.constexpr,
 ) -> None:
-    start = tl.program_id(1) * ROWS
-    rows = start + tl.arange(0, ROWS)
+    start = tl.program_id(1) * LOOKED_AT
+    rows = start + tl.arange(0, LOOKED_AT)
     await_previous()
-    if any_unfit(tl.load(x_scale + rows, mask=rows < M, other=0.0)):
-        n = tl.program_id(0).to(tl.int64) * 64 + tl.arange(0, 64)
-        for first in range(start, start + ROWS, 32):
-            m = first + tl.arange(0, 32)
-            factor = tl.load(x_scale + m, mask=m < M, other=0.0)
-            inside = factor != factor  # the other rows are right, and may be in `x` no more
-            if any_unfit(factor):
-                store_exact(y, x, words, scale_bytes, bias, n, n, m, m, inside, N, K, x_stride, MODE, HAS_BIAS)
-
-
-@triton.jit
-def store_exact(
-    y: tl.tensor,
-    x: tl.tensor,
-    words: tl.tensor,
-    scale_bytes: tl.tensor,
-    bias: tl.tensor,
-    w_row: tl.tensor,
-    n: tl.tensor,
-    x_row: tl.tensor,
-    m: tl.tensor,
-    inside: tl.tensor,
-    N: tl.tensor,
-    K: tl.tensor,
-    x_stride: tl.tensor,
-    MODE: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-) -> None:
-    """Store columns `n` [64] of rows `m` [32] that are `inside`: the exact product of weight rows `w_row`, which also
-    have their bias there, with input rows `x_row`."""
-    total = exact_tile(x, words, scale_bytes, w_row, x_row, inside, 0, K // 32, K, x_stride, MODE, 64, 32)
-    if HAS_BIAS:
-        total += tl.load(bias + w_row).to(tl.float32)[:, None]
-    at = m[None, :].to(tl.int64) * N + n[:, None]
-    tl.store(y + at, total.to(y.dtype.element_ty), mask=inside[None, :])
+    factor = tl.load(x_scale + rows, mask=rows < M, other=0.0)
+    last = start - 1
+    # The other rows are right, and may be in `x` no more.
+    for _ in range(0, unfit_count(factor), 32):
+        m, inside = next_unfit(factor, rows, last)
+        last = tl.max(m, 0)
+        for tile in range(tl.program_id(0), N // 64, tl.num_programs(0)):
+            n = (tile * 64 + tl.arange(0, 64)).to(tl.int64)
+            store_exact(y, x, words, scale_bytes, bias, n, n, m, m, inside, N, K, x_stride, MODE, HAS_BIAS)

@@ -21,7 +21,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from mxquant.kernels.fold import fold_input
 from mxquant.kernels.gluon_work import TILES, place_of
-from mxquant.kernels.launch import cached_launch, cdiv
+from mxquant.kernels.launch import cached_launch, cdiv, multiprocessors
 from mxquant.kernels.overlap import await_previous
 from mxquant.kernels.tiled_expand import repair
 from mxquant.kernels.tiled_gluon import product_kernel
@@ -118,11 +118,6 @@ def _columns_of(values: Tensor) -> int:
 def _rows_of(m: int) -> int:
     """Rows of a tile of the result."""
     return 32 if m <= 32 else 64 if m <= 64 else 128
-
-
-@functools.lru_cache(maxsize=64)
-def multiprocessors(device: torch.device) -> int:
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def _descriptor(matrix: Tensor, rows: int, columns: int) -> TensorDescriptor:

@@ -150,8 +150,14 @@ def test_backends_choose_it_for_many_rows_a_group(
         return original(x, *arguments, **options)
 
     monkeypatch.setattr(grouped_specialized, "multiply_many_groups", noting)
-    for k, rows, chosen in ((320, 400, True), (320, 8, False), (288, 400, False)):
-        weights = stack(4, 64, k, activation and "even", device)
+    # Of 6,656 weight rows there are 104 tiles for the 132 multiprocessors of an H200, of 64 there are 4.
+    for n, k, rows, chosen in (
+        (6656, 320, 400, True),
+        (6656, 320, 8, False),
+        (6656, 288, 400, False),
+        (64, 320, 400, False),
+    ):
+        weights = stack(4, n, k, activation and "even", device)
         x = torch.randn(rows, k, device=device).bfloat16()
         groups = groups_of([rows // 4] * 4, 0, None, device)
         used.clear()
