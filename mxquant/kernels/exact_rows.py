@@ -15,7 +15,7 @@ import triton.language as tl
 
 from mxquant.kernels.launch import cdiv, multiprocessors
 from mxquant.kernels.tiled import chunk_codes, exact_tile, highest_exponent
-from mxquant.kernels.triton_numerics import INTERPRETED, e8m0_to_float
+from mxquant.kernels.triton_numerics import INTERPRETED, e8m0_to_float, fp32_bits
 
 # Rows that a program looks at, and its warps: what it decodes keeps fewer waiting.
 LOOKED_AT = tl.constexpr(8192)
@@ -100,7 +100,8 @@ def _exact_wide_tile(
         value = tl.load(x + x_at, mask=inside[:, None] & (column < K)[None, :], other=0.0)
         codes, relative = chunk_codes(words, scale_bytes, n, chunk, K)
         w = tl.reshape(codes * e8m0_to_float(tl.maximum(relative + highest, 0))[:, :, None], (64, 128))
-        # Both are exact in bf16, which the interpreter does not multiply.
-        w, value = (w, value.to(tl.float32)) if INTERPRETED else (w.to(tl.bfloat16), value)
+        # Both are exact in bf16, which the interpreter does not multiply, and whose subnormals it does not convert.
+        value32 = fp32_bits(value).to(tl.float32, bitcast=True)
+        w, value = (w, value32) if INTERPRETED else (w.to(tl.bfloat16), value)
         total += tl.dot(w, tl.trans(value))
     return total

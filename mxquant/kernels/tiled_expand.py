@@ -76,7 +76,7 @@ def repair(
     x_scale_M1: Tensor,
     scale_mode: str | None,
 ) -> None:
-    """Overwrite the tiles of `y_MN` that have a row of activations that did not fold with their exact product.
+    """Overwrite the rows of `y_MN` whose activations did not fold with their exact product.
 
     One launch, and no synchronization: a program whose rows all folded returns at once.
 

@@ -4,10 +4,13 @@ import pytest
 import torch
 from matmul_reference import assert_product
 
-from kernels.folded_rows import decoded
+from kernels.folded_rows import MXFP4, decoded
 from kernels.tiled_weights import weight
+from mxquant.formats import dequantize_blocks, quantize_blocks
+from mxquant.kernels import exact_rows
 from mxquant.kernels.fold import fold_input
 from mxquant.kernels.tiled_expand import repair
+from mxquant.kernels.tiles import pack_tiles
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
@@ -15,7 +18,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("mode", ["even", None])
 @pytest.mark.parametrize("count", [1, 33, 520])
 def test_however_many_they_are(count: int, mode: str | None, device: torch.device) -> None:
-    """One, one more than are recomputed at a time, and all of more than a program looks after."""
+    """One, one more than are recomputed at a time, and all, the last time fewer than that."""
     m, n, k = 520, 64, 320
     tiles, w64 = weight(1, n, k)
     unfit = torch.zeros(m, dtype=torch.bool)
@@ -33,3 +36,44 @@ def test_however_many_they_are(count: int, mode: str | None, device: torch.devic
     assert (y[~unfit] == 7).all()
     with pytest.raises(AssertionError):  # the control: without the bias
         assert_product(y[unfit].cpu(), x64[unfit], w64[0], None)
+
+
+@pytest.mark.parametrize("mode", ["even", None])
+def test_on_both_sides_of_what_a_program_looks_at(
+    mode: str | None, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two programs write a weight's five tiles; another two look at the one row beyond. No other row is read."""
+    monkeypatch.setattr(exact_rows, "multiprocessors", lambda device: 2)
+    looked_at = exact_rows.LOOKED_AT.value
+    m, n, k = looked_at + 1, 320, 288
+    tiles, w64 = weight(n, k)
+    unfit = torch.tensor([0, looked_at - 1, looked_at])
+    x = torch.full((m, k), torch.nan, dtype=torch.bfloat16)
+    x[unfit] = torch.randn(3, k).bfloat16()
+    scale = torch.ones(m, 1)
+    scale[unfit] = torch.nan
+    y = torch.full((m, n), 7.0, device=device)
+    repair(y, x.to(device), *(t.to(device) for t in tiles), None, scale.to(device), mode)
+    x64 = x[unfit].double() if mode is None else decoded(x[unfit], mode)
+    assert_product(y[unfit].cpu(), x64, w64)
+    others = torch.ones(m, dtype=torch.bool)
+    others[unfit] = False
+    assert (y.cpu()[others] == 7).all()
+    with pytest.raises(AssertionError):  # the control: rows exchanged
+        assert_product(y[unfit].cpu(), x64.roll(1, 0), w64)
+
+
+@pytest.mark.parametrize("mode", ["even", None])
+def test_subnormal_activations(mode: str | None, device: torch.device) -> None:
+    """Times a weight large enough that the product shows them."""
+    codes = quantize_blocks(torch.randn(64, 288) * 2.0**100, MXFP4)
+    tiles, w64 = pack_tiles(*codes), dequantize_blocks(*codes, MXFP4, 288, dtype=torch.float64)
+    assert tiles is not None
+    x = (torch.randint(1, 128, (3, 288)).double() * 2.0**-133).bfloat16()
+    y = torch.zeros(3, 64, device=device)
+    scale = torch.full((3, 1), torch.nan, device=device)
+    repair(y, x.to(device), *(t.to(device) for t in tiles), None, scale, mode)
+    x64 = x.double() if mode is None else decoded(x, mode)
+    assert_product(y.cpu(), x64, w64)
+    with pytest.raises(AssertionError):  # the control: as if they were zeros
+        assert_product(torch.zeros(3, 64), x64, w64)
