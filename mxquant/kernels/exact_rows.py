@@ -17,14 +17,14 @@ from mxquant.kernels.launch import cdiv, multiprocessors
 from mxquant.kernels.tiled import chunk_codes, exact_tile, highest_exponent
 from mxquant.kernels.triton_numerics import INTERPRETED, e8m0_to_float, fp32_bits
 
-# Rows that a program looks at, and its warps: what it decodes keeps fewer waiting.
+# Rows that a program looks at; and its warps, many, since instructions are what it spends its time on.
 LOOKED_AT = tl.constexpr(8192)
 EXACT_WARPS = 16
 
 
 def exact_grid(rows: int, n: int, device: torch.device) -> tuple[int, int]:
-    """Programs that write `n` columns of so many rows, each every so-manieth 64 of them: a few for each multiprocessor
-    would take longer to find that there is nothing to do."""
+    """Programs for `n` columns of so many rows. Each writes every 64 that lie a grid apart: with a few programs for each
+    multiprocessor it would take longer to find that there is nothing to do."""
     return min(n // 64, multiprocessors(device)), cdiv(rows, LOOKED_AT.value)
 
 

@@ -201,7 +201,7 @@ def _settle_kernel(
     GATHER: tl.constexpr,
     HAS_BIAS: tl.constexpr,
 ) -> None:
-    """Some places, and every so-manieth 64 columns; a program that finds nothing to do returns at once."""
+    """Some places, and each 64 columns that lie a grid apart; a program that finds nothing to do returns at once."""
     start = tl.program_id(1) * LOOKED_AT
     places = start + tl.arange(0, LOOKED_AT)
     stop = tl.minimum(start + LOOKED_AT, S)
