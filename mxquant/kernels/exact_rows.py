@@ -23,8 +23,8 @@ EXACT_WARPS = 16
 
 
 def exact_grid(rows: int, n: int, device: torch.device) -> tuple[int, int]:
-    """Programs for `n` columns of so many rows. Each writes every 64 that lie a grid apart: with a few programs for each
-    multiprocessor it would take longer to find that there is nothing to do."""
+    """Programs for `n` columns of so many rows. Each writes every 64 that lie a grid apart: with a few programs for
+    each multiprocessor it would take longer to find that there is nothing to do."""
     return min(n // 64, multiprocessors(device)), cdiv(rows, LOOKED_AT.value)
 
 
