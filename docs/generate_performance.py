@@ -73,6 +73,8 @@ UNMEASURED = """\
   in [moe.md](moe.md#on-a-gpu).
 - The card at fixed clocks, and its power.
 - An idle host: tests ran on its other GPU meanwhile, which shows in the host's times.
+- The launch that looks for rows that did not fold, after the product of many rows, as it is now: the record is from
+  when it had a program for every 64 columns of 512 rows.
 """
 
 

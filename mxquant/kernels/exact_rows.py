@@ -2,7 +2,7 @@
 
 A few among many, as a value far below its row's largest makes them: a launch of few programs looks at all rows, and
 returns at once where all folded. Else they are picked together from wherever they are, so that one pass over the weight
-serves 32 of them.
+serves up to 32 of them.
 
 Shape suffixes: M input rows, N weight rows, K columns.
 """
@@ -101,7 +101,9 @@ def _exact_wide_tile(
         codes, relative = chunk_codes(words, scale_bytes, n, chunk, K)
         w = tl.reshape(codes * e8m0_to_float(tl.maximum(relative + highest, 0))[:, :, None], (64, 128))
         # Both are exact in bf16, which the interpreter does not multiply, and whose subnormals it does not convert.
-        value32 = fp32_bits(value).to(tl.float32, bitcast=True)
-        w, value = (w, value32) if INTERPRETED else (w.to(tl.bfloat16), value)
+        if INTERPRETED:
+            value = fp32_bits(value).to(tl.float32, bitcast=True)
+        else:
+            w = w.to(tl.bfloat16)
         total += tl.dot(w, tl.trans(value))
     return total

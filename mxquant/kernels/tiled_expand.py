@@ -81,7 +81,7 @@ def repair(
     One launch, and no synchronization: a program whose rows all folded returns at once.
 
     Args:
-        y_MN: the product so far; x_MK: its input before quantization; x_scale_M1: its scales, of `fold_activation`.
+        y_MN: the product so far; x_MK: its input before quantization; x_scale_M1: its scales, of `fold_input`.
     """
     (m, n), k = y_MN.shape, x_MK.shape[1]
     _repair_kernel[exact_grid(m, n, y_MN.device)](
