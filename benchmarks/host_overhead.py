@@ -71,7 +71,7 @@ def launched_by_triton() -> Iterator[None]:
 
 def launches_of(call: Callable[[], object]) -> list[tuple[str, Callable[[], object]]]:
     """The launches that the plan of a call makes, by the kernels' names."""
-    from mxquant.kernels.plan import Plan
+    from mxquant.kernels.runtime.plan import Plan
 
     made: list[tuple[str, Callable[[], object]]] = []
     call_plan = Plan.__call__

@@ -9,8 +9,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from mxquant.backends import Problem, RoutedBackend, candidates, get_backend
-from mxquant.backends.routes import choose_route
+from mxquant.backends import Problem, TunableBackend, candidates, get_backend
+from mxquant.backends.kernel_choice import choose_route
 from mxquant.report import Explanation
 from mxquant.tensor import MXTensor, describe, precision, requested_backend
 
@@ -75,7 +75,7 @@ def _route(backend: str | None, problem: Problem, input_shape: Sequence[int] | N
     if backend is None or input_shape is None or problem.experts:
         return ""
     chosen, rows = get_backend(backend), math.prod(input_shape[:-1])
-    if not isinstance(chosen, RoutedBackend) or rows == 0:
+    if not isinstance(chosen, TunableBackend) or rows == 0:
         return ""
     route, is_tuned = choose_route(chosen, problem, rows)
     return f"; {rows} rows take route {route.name}, {'tuned' if is_tuned else 'by default'}"

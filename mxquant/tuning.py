@@ -16,8 +16,9 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from mxquant.backends import Operand, Problem, Route, RoutedBackend, tuned
-from mxquant.backends.routes import forget_choices
+from mxquant.backends import KernelChoice, Operand, Problem, TunableBackend
+from mxquant.backends import tuning_cache as tuned
+from mxquant.backends.kernel_choice import forget_choices
 from mxquant.report import html_table, text_table
 from mxquant.tensor import MXTensor, describe, precision
 from mxquant.tensor.matmul import choose_backend
@@ -27,7 +28,7 @@ ROWS = (1, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 _GAIN = 1.02
 _REPLAYS = 20
 
-Timer = Callable[[Route, Tensor, Operand, Problem], float]
+Timer = Callable[[KernelChoice, Tensor, Operand, Problem], float]
 """Microseconds of a product by a route: of an input with a weight, as `Backend.matmul`."""
 
 
@@ -35,7 +36,7 @@ Timer = Callable[[Route, Tensor, Operand, Problem], float]
 class Product:
     """What some weights of a model have in common: a product that a backend has several routes for."""
 
-    backend: RoutedBackend
+    backend: TunableBackend
     problem: Problem
     precision: str
     weight: Operand
@@ -162,7 +163,7 @@ def find_products(model: nn.Module) -> tuple[list[Product], dict[str, list[str]]
             left.setdefault("experts are multiplied in groups, which has one route", []).append(name)
             continue
         backend, in_layout = choose_backend(weight, problem)
-        if not isinstance(backend, RoutedBackend):
+        if not isinstance(backend, TunableBackend):
             left.setdefault(f"backend {backend.name} has one route", []).append(name)
         elif problem.device.type != "cuda":
             left.setdefault(f"lies on {problem.device}, and only CUDA devices are timed", []).append(name)
@@ -208,7 +209,7 @@ def keep(measured: Sequence[Measurement]) -> list[Path]:
     return paths
 
 
-def gpu_microseconds(route: Route, x: Tensor, weight: Operand, problem: Problem) -> float:
+def gpu_microseconds(route: KernelChoice, x: Tensor, weight: Operand, problem: Problem) -> float:
     """Median time of a product, replayed as a CUDA graph: over copies of the weight that leave nothing of one another
     in the cache.
     """

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 if TYPE_CHECKING:
-    from mxquant.backends import RoutedBackend
+    from mxquant.backends import TunableBackend
 
 pytest.register_assert_rewrite("matmul_reference")
 
@@ -42,7 +42,7 @@ def no_tuned_routes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 @pytest.fixture
 def routes_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A cache for tuned routes that is the test's own, empty."""
-    from mxquant.backends.routes import forget_choices
+    from mxquant.backends.kernel_choice import forget_choices
 
     monkeypatch.setenv("MXQUANT_CACHE", str(tmp_path / "cache"))
     forget_choices()
@@ -51,15 +51,15 @@ def routes_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[No
 
 
 @pytest.fixture
-def forked() -> Iterator[RoutedBackend]:
+def forked() -> Iterator[TunableBackend]:
     """A backend of three routes, registered."""
     from forked_backend import Forked
 
-    from mxquant.backends import RoutedBackend, get_backend, register_backend, unregister_backend
+    from mxquant.backends import TunableBackend, get_backend, register_backend, unregister_backend
 
     register_backend(Forked)
     backend = get_backend(Forked.name)
-    assert isinstance(backend, RoutedBackend)
+    assert isinstance(backend, TunableBackend)
     yield backend
     unregister_backend(Forked.name)
 

@@ -7,20 +7,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mxquant.backends import Operand, Problem, Route, RoutedBackend
+from mxquant.backends import KernelChoice, Operand, Problem, TunableBackend
 
 
-def _answering(name: str, value: int) -> Route:
+def _answering(name: str, value: int) -> KernelChoice:
     def multiply(x: Tensor, weight: Operand, bias: Tensor | None, problem: Problem) -> Tensor:
         return x.new_full((x.shape[0], problem.out_features), value)
 
-    return Route(name, multiply)
+    return KernelChoice(name, multiply)
 
 
 ONE, TWO, THREE = _answering("one", 1), _answering("two", 2), _answering("three", 3)
 
 
-class Forked(RoutedBackend):
+class Forked(TunableBackend):
     """Takes weight-only MXFP4. Its routes answer 1, 2 and 3, by which each is recognized; 3 takes up to 64 rows."""
 
     name = "forked"
@@ -28,7 +28,7 @@ class Forked(RoutedBackend):
     def reject(self, problem: Problem) -> str | None:
         return None if (problem.weight, problem.activation) == ("mxfp4", None) else "weight-only mxfp4"
 
-    def routes(self, problem: Problem, rows: int) -> tuple[Route, ...]:
+    def routes(self, problem: Problem, rows: int) -> tuple[KernelChoice, ...]:
         return (THREE, ONE, TWO) if rows <= 64 else (ONE, TWO)
 
 

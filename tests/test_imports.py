@@ -11,17 +11,18 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "mxquant"
 
-# What each part of the package may import beside itself. `formats <- kernels <- backends <- tensor <- modules <-
-# algorithms <- api`, and `config` is a leaf that all but the lowest layers may read.
-BELOW_TENSOR = {"formats", "kernels", "backends"}
+# What each part of the package may import beside itself. `formats <- reference <- kernels <- backends <- tensor <-
+# modules <- algorithms <- api`, and `config` is a leaf that all but the lowest layers may read.
+BELOW_TENSOR = {"formats", "reference", "kernels", "backends"}
 BELOW_MODULES = BELOW_TENSOR | {"tensor", "config"}
 BELOW_ALGORITHMS = BELOW_MODULES | {"modules", "select"}
 BELOW_API = BELOW_ALGORITHMS | {"algorithms", "report", "validate"}
 ALLOWED = {
     "formats": set(),
     "config": {"formats"},
-    "kernels": {"formats"},
-    "backends": {"formats", "kernels"},
+    "reference": {"formats", "kernels"},
+    "kernels": {"formats", "reference"},
+    "backends": {"formats", "reference", "kernels"},
     "tensor": BELOW_TENSOR,
     "modules": BELOW_MODULES,
     "select": BELOW_MODULES | {"modules"},

@@ -11,13 +11,14 @@ from torch import Tensor, nn
 
 import mxquant
 from mxquant import quantize_, tune
-from mxquant.backends import Operand, Problem, Route, RoutedBackend, tuned
-from mxquant.backends.routes import choose_route
+from mxquant.backends import KernelChoice, Operand, Problem, TunableBackend
+from mxquant.backends import tuning_cache as tuned
+from mxquant.backends.kernel_choice import choose_route
 from mxquant.tuning import Measurement, Product, TuningReport, find_products, keep, measure_all
 
 
 @pytest.fixture
-def products(forked: RoutedBackend) -> list[Product]:
+def products(forked: TunableBackend) -> list[Product]:
     """Two, which no weights are behind: `clock` looks at none."""
     weight = Operand(torch.empty(0, dtype=torch.uint8), torch.empty(0, dtype=torch.uint8))
     names = ["up", "gate", "down"]
@@ -35,7 +36,7 @@ TIMES = {
 }
 
 
-def clock(route: Route, x: Tensor, weight: Operand, problem: Problem) -> float:
+def clock(route: KernelChoice, x: Tensor, weight: Operand, problem: Problem) -> float:
     """In place of a GPU's: by the route and the rows; the larger product takes ten times as long, but for route 2."""
     assert x.shape[1] == problem.in_features
     assert x.dtype == problem.dtype
@@ -59,7 +60,9 @@ def test_timing_leaves_the_random_numbers_of_others(products: list[Product]) -> 
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_what_is_kept_is_taken_from_then_on(products: list[Product], forked: RoutedBackend, routes_cache: None) -> None:
+def test_what_is_kept_is_taken_from_then_on(
+    products: list[Product], forked: TunableBackend, routes_cache: None
+) -> None:
     large = products[1].problem
     assert choose_route(forked, large, 1).route.name == "three"
     (path,) = keep(measure_all(products, [1, 64], clock))
@@ -125,7 +128,7 @@ nothing was tuned""",
     assert not (tmp_path / "cache").exists()
 
 
-def test_only_a_gpu_is_timed(forked: RoutedBackend, routes_cache: None) -> None:
+def test_only_a_gpu_is_timed(forked: TunableBackend, routes_cache: None) -> None:
     model = mlp(dtype=torch.bfloat16)
     quantize_(model, mxquant.mxfp4(activation=None))
     report = tune(model)

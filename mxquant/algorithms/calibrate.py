@@ -9,17 +9,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mxquant.algorithms.block_offload import Placement
 from mxquant.algorithms.gptq import Grid, gptq, rotated_hessian
 from mxquant.algorithms.hessians import Inputs, Observer
 from mxquant.algorithms.matrices import matrix_of
-from mxquant.algorithms.placement import Placement
 from mxquant.algorithms.resume import SavedStages
 from mxquant.algorithms.stages import Batch, Stage, block_stages, calibrating, model_stage, pass_on
 from mxquant.backends.base import Operand
 from mxquant.config import GPTQ, _MXConfig
 from mxquant.formats import get_format, nvfp4_per_tensor_scale
-from mxquant.kernels.rotate import rotate
 from mxquant.modules.linear import WeightConfig, WeightQuantizer, round_to_nearest
+from mxquant.reference.hadamard import rotate
 from mxquant.select import Target
 from mxquant.tensor import Metadata, MXTensor
 

@@ -21,9 +21,9 @@ from mxquant.algorithms.calls import version_of
 from mxquant.algorithms.matrices import is_computable, is_routed_call, matrix_of, multiply, rows_of_experts
 from mxquant.config import _MXConfig
 from mxquant.formats import get_format
-from mxquant.kernels.qdq import quantize_dequantize
-from mxquant.kernels.rotate import rotate
 from mxquant.modules.experts import ExpertsLayout
+from mxquant.reference.fake_quantize import quantize_dequantize
+from mxquant.reference.hadamard import rotate
 from mxquant.select import Target
 from mxquant.tensor import quantize
 

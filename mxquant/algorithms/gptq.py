@@ -21,8 +21,8 @@ from mxquant.formats.element import encode
 from mxquant.formats.pack import pack_codes
 from mxquant.formats.scale import e4m3_to_float, e8m0_to_float
 from mxquant.formats.spec import Format
-from mxquant.kernels.columns import round_columns
-from mxquant.kernels.rotate import rotate
+from mxquant.reference.gptq_columns import round_columns
+from mxquant.reference.hadamard import rotate
 from mxquant.tensor.construct import quantizer_for
 
 

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mxquant.algorithms.block_offload import Placement
 from mxquant.algorithms.calls import Call, Part, filled, fresh, linked, moved, parts_of, version_of
-from mxquant.algorithms.placement import Placement
 
 Batch = Tensor | Sequence[Any] | Mapping[str, Any]
 

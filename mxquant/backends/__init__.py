@@ -1,6 +1,7 @@
 """Who multiplies: the backends' protocol, their registry, and the backends, one a file."""
 
 from mxquant.backends.base import ANY_LAYOUT, Backend, Groups, Layout, Operand, Problem
+from mxquant.backends.kernel_choice import KernelChoice, TunableBackend
 from mxquant.backends.registry import (
     backend_of_layout,
     candidates,
@@ -10,7 +11,6 @@ from mxquant.backends.registry import (
     select,
     unregister_backend,
 )
-from mxquant.backends.routes import Route, RoutedBackend
 
 __all__ = [
     "ANY_LAYOUT",
@@ -19,8 +19,8 @@ __all__ = [
     "Layout",
     "Operand",
     "Problem",
-    "Route",
-    "RoutedBackend",
+    "KernelChoice",
+    "TunableBackend",
     "candidates",
     "get_backend",
     "backend_of_layout",

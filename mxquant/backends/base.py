@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from mxquant.formats.spec import Format
-from mxquant.kernels.gate import KnownGate
+from mxquant.reference.gated_activation import GatedActivation
 
 CANONICAL = "canonical"
 ANY_LAYOUT = "any"
@@ -110,7 +110,7 @@ class Problem:
     """Size of the blocks that the weight is rotated in along the contraction. Backends whose `rotates` is set rotate
     the input likewise; to others it comes rotated.
     """
-    gate: KnownGate | None = None
+    gate: GatedActivation | None = None
     """What the input of a grouped matmul, [..., 2K], goes through before all else, rounded to `dtype`. Only backends
     whose `gates` is set are given one; to others the input comes gated.
     """
@@ -156,11 +156,11 @@ class Backend(abc.ABC):
     """The layout its weights are kept in; None: it reads the canonical bytes."""
     rotates: ClassVar[bool] = False
     """Whether it rotates the input where the problem has a rotation: in fp32, rounded to the input's dtype, as
-    `mxquant.kernels.rotate`. Worth it where the next kernel quantizes.
+    `mxquant.reference.hadamard`. Worth it where the next kernel quantizes.
     """
     gates: ClassVar[bool] = False
     """Whether its `grouped_matmul` along the blocked axis applies `problem.gate` to its input, bit by bit as
-    `mxquant.kernels.gate_rows`. `reject` is asked without.
+    `mxquant.kernels.moe.gated_activation`. `reject` is asked without.
     """
 
     @abc.abstractmethod

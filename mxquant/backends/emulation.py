@@ -18,8 +18,8 @@ from torch import Tensor
 from mxquant.backends.base import Backend, Groups, Operand, Problem
 from mxquant.formats.block import dequantize_blocks
 from mxquant.formats.spec import Format, get_format
-from mxquant.kernels.lookup import decoded_rows
-from mxquant.kernels.qdq import quantize_dequantize
+from mxquant.reference.fake_quantize import quantize_dequantize
+from mxquant.reference.lookup import decoded_rows
 
 # Decoded bytes held at a time: two megabytes stay in a CPU's cache; a GPU wants few launches instead.
 _CPU_CHUNK = 1 << 21

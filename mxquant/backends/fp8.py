@@ -1,9 +1,9 @@
 """MXFP4 x MXFP4 on FP8 tensor cores, with exact operands.
 
-The weight is kept in tiles (`mxquant.kernels.tiles`), the activations are folded into E5M2 relative to one power of
-two a row. Few rows are multiplied by a kernel that decodes the weight in registers; for many, the weight is expanded
-to E4M3 in a workspace for `torch._scaled_mm`, with promoted accumulation: fast accumulation keeps 14 bits, and is
-wrong on sums of one sign. Rows whose block exponents span more than E5M2 holds are recomputed exactly.
+The weight is kept in tiles (`mxquant.kernels.mxfp4_sm90.layout`), the activations are folded into E5M2 relative to one
+power of two a row. Few rows are multiplied by a kernel that decodes the weight in registers; for many, the weight is
+expanded to E4M3 in a workspace for `torch._scaled_mm`, with promoted accumulation: fast accumulation keeps 14 bits,
+and is wrong on sums of one sign. Rows whose block exponents span more than E5M2 holds are recomputed exactly.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 
 from mxquant.backends.base import Groups, Layout, Operand, Problem
-from mxquant.backends.routes import Route, RoutedBackend
-from mxquant.backends.tiles import Tiles, choose_from, multiply_groups, ready_for_kernels, reject_device, reject_shape
+from mxquant.backends.hopper import Tiles, choose_from, multiply_groups, ready_for_kernels, reject_device, reject_shape
+from mxquant.backends.kernel_choice import KernelChoice, TunableBackend
 
 # Rows for each by default: see `choose_from`.
 _SPECIALIZED, _FEW = range(33, 2049), 512
 
 
-class FP8(RoutedBackend):
+class FP8(TunableBackend):
     """Exact W4A4 by FP8 matmul."""
 
     name: ClassVar[str] = "fp8"
@@ -36,7 +36,7 @@ class FP8(RoutedBackend):
             return "multiplies MXFP4 by MXFP4 only, along the blocked axis"
         return reject_shape(problem)
 
-    def routes(self, problem: Problem, rows: int) -> tuple[Route, ...]:
+    def routes(self, problem: Problem, rows: int) -> tuple[KernelChoice, ...]:
         return choose_from(problem, rows, _SPECIALIZED, _FEW, _EXPAND)
 
     def grouped_matmul(
@@ -48,8 +48,8 @@ class FP8(RoutedBackend):
 @ready_for_kernels
 def _multiply_expanded(x: Tensor, weight: Operand, bias: Tensor | None, problem: Problem) -> Tensor:
     # Imported here: they import triton, which is not everywhere. `from` would take several times as long.
-    import mxquant.kernels.fold as fold
-    import mxquant.kernels.tiled_expand as tiled
+    import mxquant.kernels.mxfp4_sm90.activation_fp8 as fold
+    import mxquant.kernels.mxfp4_sm90.dequantize as tiled
 
     mode = problem.activation_scale_mode
     values, factors, x = fold.fold_input(x, mode, permute=False, rotated=problem.rotation is not None)
@@ -67,4 +67,4 @@ def _multiply_expanded(x: Tensor, weight: Operand, bias: Tensor | None, problem:
     return y
 
 
-_EXPAND = Route("expand", _multiply_expanded)
+_EXPAND = KernelChoice("expand", _multiply_expanded)

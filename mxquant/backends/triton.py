@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mxquant.backends.base import Backend, Operand, Problem, no_device
-from mxquant.backends.tiles import reject_search
+from mxquant.backends.hopper import reject_search
 from mxquant.formats.spec import get_format
 from mxquant.kernels import has_triton
 
@@ -38,8 +38,8 @@ class Triton(Backend):
 
     def matmul(self, x: Tensor, weight: Operand, bias: Tensor | None, problem: Problem) -> Tensor:
         # Imported here: they import triton, which is not everywhere.
-        from mxquant.kernels.expand import dequantize
-        from mxquant.kernels.fakequant import quantize_dequantize
+        from mxquant.kernels.quantize.dequantize import dequantize
+        from mxquant.kernels.quantize.fake_quantize import quantize_dequantize
 
         fmt = get_format(problem.weight)
         factors = [] if weight.per_tensor_scale is None else [weight.per_tensor_scale]

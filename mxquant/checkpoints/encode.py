@@ -10,8 +10,8 @@ from typing import Any
 
 from torch import Tensor
 
-from mxquant.checkpoints.origin import Origin
 from mxquant.checkpoints.producer import Producer, module_of
+from mxquant.checkpoints.provenance import Origin
 from mxquant.tensor import MXTensor
 
 _logger = logging.getLogger("mxquant")

@@ -16,7 +16,7 @@ from typing import Any
 
 from mxquant.checkpoints.files import Checkpoint
 from mxquant.checkpoints.producer import ModelLayout, Rows
-from mxquant.checkpoints.stored import Stored
+from mxquant.checkpoints.weight_spec import Stored
 
 _NAMES = {
     r"embedding\.": "model.embed_tokens.",

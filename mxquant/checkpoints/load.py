@@ -13,7 +13,7 @@ from torch import Tensor
 from mxquant.checkpoints.files import Checkpoint, Reader, TensorInfo, open_checkpoint
 from mxquant.checkpoints.producer import ModelLayout, Producer, Reading, Rows
 from mxquant.checkpoints.registry import producer_of
-from mxquant.checkpoints.stored import Stored, build, check_stored
+from mxquant.checkpoints.weight_spec import Stored, build, check_stored
 from mxquant.tensor import MXTensor
 from mxquant.tensor.mxtensor import logical_shape
 

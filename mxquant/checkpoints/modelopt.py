@@ -34,7 +34,7 @@ from mxquant.checkpoints.producer import (
     one_scale,
     refuse,
 )
-from mxquant.checkpoints.stored import Stored
+from mxquant.checkpoints.weight_spec import Stored
 from mxquant.formats import get_format
 from mxquant.tensor import MXTensor
 

@@ -11,7 +11,7 @@ from typing import Any, NoReturn, Protocol
 from torch import Tensor
 
 from mxquant.checkpoints.files import Checkpoint
-from mxquant.checkpoints.stored import Stored
+from mxquant.checkpoints.weight_spec import Stored
 from mxquant.formats import get_format
 from mxquant.tensor import MXTensor
 

@@ -35,7 +35,7 @@ from mxquant.checkpoints.producer import (
     refuse,
 )
 from mxquant.checkpoints.quark_schemes import DTYPES, MODES, Scheme, read_scheme, write_scheme
-from mxquant.checkpoints.stored import Stored
+from mxquant.checkpoints.weight_spec import Stored
 from mxquant.tensor import MXTensor
 
 _FOLDED = ("smooth", "autosmoothquant", "awq", "gptq", "gptaq", "autoround", "qronos")

@@ -6,7 +6,7 @@ from mxquant.checkpoints.compressed_tensors import CompressedTensors
 from mxquant.checkpoints.files import Checkpoint
 from mxquant.checkpoints.gpt_oss import GptOss
 from mxquant.checkpoints.modelopt import ModelOpt
-from mxquant.checkpoints.own import Own
+from mxquant.checkpoints.native import Own
 from mxquant.checkpoints.producer import Producer
 from mxquant.checkpoints.quark import Quark
 from mxquant.checkpoints.torchao import TorchAO

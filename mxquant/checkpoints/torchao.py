@@ -16,7 +16,7 @@ from torch import Tensor
 
 from mxquant.checkpoints.files import Checkpoint
 from mxquant.checkpoints.producer import Reading, refuse
-from mxquant.checkpoints.stored import PACKED, SWIZZLED, Stored
+from mxquant.checkpoints.weight_spec import PACKED, SWIZZLED, Stored
 from mxquant.tensor import MXTensor
 
 _ELEMENTS = {

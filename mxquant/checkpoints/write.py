@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mxquant.checkpoints.exchange import put_in_place, recover
+from mxquant.checkpoints.atomic_replace import put_in_place, recover
 from mxquant.checkpoints.files import INDEX, WEIGHTS, json_of
 from mxquant.tensor import MXTensor
 from mxquant.tensor.metadata import VERSION

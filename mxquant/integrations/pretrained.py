@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from mxquant.checkpoints.files import Reader
 from mxquant.checkpoints.load import Content, read_content
-from mxquant.checkpoints.origin import ORIGIN, Origin
+from mxquant.checkpoints.provenance import ORIGIN, Origin
+from mxquant.integrations.device_map import without_disk
 from mxquant.integrations.extra import needing_transformers
-from mxquant.integrations.placement import without_disk
 from mxquant.modules.linear import replace_parameter
 from mxquant.report import SKIP_REASON
 from mxquant.tensor import MXTensor, as_weight

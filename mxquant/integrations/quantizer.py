@@ -21,10 +21,10 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from mxquant.api import dequantize_, record_skips
 from mxquant.backends.base import Operand
 from mxquant.checkpoints.files import headers_of
-from mxquant.checkpoints.own import described_in
+from mxquant.checkpoints.native import described_in
 from mxquant.config import CONFIG_FIELDS, _MXConfig, resolve_mapping, suggestion
 from mxquant.formats import get_format
-from mxquant.integrations.placement import REMEDY, whole_state
+from mxquant.integrations.device_map import REMEDY, whole_state
 from mxquant.modules.experts_weight import quantize_experts
 from mxquant.modules.linear import quantize_parameter
 from mxquant.select import Plan, Target, lineage, select

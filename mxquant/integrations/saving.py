@@ -12,12 +12,12 @@ from torch import Tensor
 
 from mxquant.checkpoints.encode import Encoded, encode
 from mxquant.checkpoints.files import json_of
-from mxquant.checkpoints.origin import ORIGIN
 from mxquant.checkpoints.producer import Producer
+from mxquant.checkpoints.provenance import ORIGIN
 from mxquant.checkpoints.registry import get_producer
 from mxquant.checkpoints.write import MAX_SHARD_BYTES, ShardWriter, described, replacing
+from mxquant.integrations.device_map import whole_state
 from mxquant.integrations.extra import needing_transformers
-from mxquant.integrations.placement import whole_state
 from mxquant.tensor import MXTensor
 
 if TYPE_CHECKING:

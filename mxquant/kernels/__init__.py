@@ -1,5 +1,7 @@
-"""The kernels alone, one family a file: plain tensors in, plain tensors out, each compared with its twin in
-`mxquant.formats`.
+"""Triton kernels: plain tensors in, plain tensors out. Each equals a twin in `mxquant.reference` or `mxquant.formats`.
+
+`primitives` are device functions that kernels share, `runtime` launches kernels; the other folders hold one family of
+kernels each. Importing any of them imports triton, which is not everywhere: `has_triton` tells.
 """
 
 import functools
@@ -8,5 +10,5 @@ import importlib.util
 
 @functools.cache
 def has_triton() -> bool:
-    """Whether the kernels that import triton can be imported."""
+    """Whether triton is installed, so that the kernels can be imported."""
     return importlib.util.find_spec("triton") is not None

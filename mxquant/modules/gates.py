@@ -8,7 +8,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mxquant.kernels.gate import KnownGate
+from mxquant.reference.gated_activation import GatedActivation
 
 
 def transformers_gate(module: Any, gate_up: Tensor) -> Tensor:
@@ -27,22 +27,22 @@ def default_gate(gate_order: str | None) -> Callable[..., Tensor]:
         return lambda module, up: F.silu(up)
     if gate_order == "separate":
         return lambda module, gate, up: F.silu(gate) * up
-    return KnownGate(gate_order == "interleaved")
+    return GatedActivation(gate_order == "interleaved")
 
 
-def known_gate(gate: Callable[..., Tensor], module: Any) -> KnownGate | None:
+def known_gate(gate: Callable[..., Tensor], module: Any) -> GatedActivation | None:
     """The gate as data, where kernels know it, else None. Of a block of transformers, told by the function that its
     class has for it, unless the block has one of its own.
     """
-    if isinstance(gate, KnownGate):
+    if isinstance(gate, GatedActivation):
         return gate
     if gate is not transformers_gate or "_apply_gate" in vars(module):
         return None
     name = getattr(type(module)._apply_gate, "__qualname__", "")
     if name == "GptOssExperts._apply_gate":
-        return KnownGate(True, float(module.limit), float(module.alpha))
+        return GatedActivation(True, float(module.limit), float(module.alpha))
     if name == "_default_apply_gate" and _is_silu(module.act_fn):
-        return KnownGate(False)
+        return GatedActivation(False)
     return None
 
 

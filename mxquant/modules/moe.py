@@ -14,12 +14,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mxquant.backends import Groups
-from mxquant.kernels.gate import KnownGate
 from mxquant.modules.experts import ExpertsLayout
 from mxquant.modules.experts_weight import stacked
 from mxquant.modules.gates import known_gate
 from mxquant.modules.registry import experts_layout
 from mxquant.modules.routing import Routing, combine, route
+from mxquant.reference.gated_activation import GatedActivation
 from mxquant.tensor import MXTensor, grouped_product
 from mxquant.tensor.eager import gated
 
@@ -108,7 +108,7 @@ def _multiply(
     bias_name: str | None,
     routing: Routing,
     rows: Tensor | None,
-    gate: KnownGate | None = None,
+    gate: GatedActivation | None = None,
 ) -> Tensor:
     """The grouped matmul of [S, K], or of the rows `rows` of [T, K], and its bias: [S, N], zero beyond the last expert.
     With a gate, of what it makes of twice as many columns.

@@ -52,7 +52,7 @@ def route(top_k_index: Tensor, num_experts: int) -> Routing:
     if top_k_index.dtype not in (torch.int32, torch.int64):
         top_k_index = top_k_index.to(torch.int64)  # a narrow type may not hold num_experts
     if runs_kernels(top_k_index) and top_k_index.numel():
-        from mxquant.kernels.routing import route as route_kernel
+        from mxquant.kernels.moe.routing import route as route_kernel
 
         return Routing(*route_kernel(top_k_index, num_experts), top_k_index)
     is_local = (top_k_index >= 0) & (top_k_index < num_experts)
@@ -72,7 +72,7 @@ def combine(y_SH: Tensor, routing: Routing, weights_TK: Tensor | None, dtype: to
     """
     tensors = (y_SH,) if weights_TK is None else (y_SH, weights_TK)
     if runs_kernels(*tensors) and y_SH.is_contiguous() and y_SH.numel():
-        from mxquant.kernels.routing import combine as combine_kernel
+        from mxquant.kernels.moe.routing import combine as combine_kernel
 
         return combine_kernel(y_SH, routing.place_S, routing.ids_TK, weights_TK, routing.offsets_E.shape[0], dtype)
     y_TKH = y_SH.to(torch.promote_types(y_SH.dtype, torch.float32))[routing.place_S].unflatten(0, routing.ids_TK.shape)

@@ -9,7 +9,7 @@ import torch
 
 from mxquant.backends.base import ANY_LAYOUT, CANONICAL, Backend, Problem
 from mxquant.backends.registry import get_backend, preferences
-from mxquant.kernels.gate import KnownGate
+from mxquant.reference.gated_activation import GatedActivation
 from mxquant.tensor.mxtensor import EmulatedMXTensor, MXTensor, block_format
 
 
@@ -20,7 +20,7 @@ def describe(
     contraction: str = "blocked",
     device: torch.device | None = None,
     grouped: bool | None = None,
-    gate: KnownGate | None = None,
+    gate: GatedActivation | None = None,
 ) -> Problem:
     """The problem that a matmul with `weight` poses: 2-D, or a stack of such.
 

@@ -18,7 +18,7 @@ from mxquant.formats.block import dequantize_blocks, quantize_blocks
 from mxquant.formats.scale import NAN_BYTE, nvfp4_per_tensor_scale
 from mxquant.formats.spec import Format, get_format, resolve_scale_mode
 from mxquant.kernels import has_triton
-from mxquant.kernels.rotate import rotate, rotated
+from mxquant.reference.hadamard import rotate, rotated
 from mxquant.tensor.metadata import Metadata, check_dtype, check_rotation
 from mxquant.tensor.mxtensor import MXTensor, block_format, logical_shape, physical_shape
 
@@ -65,8 +65,8 @@ def quantize(
             1536 in mode four_over_six) of the finite elements of all of `x`.
         canonical_zero: write +0 for every zero (as AMD Quark does) instead of keeping its sign.
         rotation: the format's block size: quantize the values times a block Hadamard along the axis, in fp32
-            (`mxquant.kernels.rotate`). The tensor stands for `x` all the same: `dequantize` rotates back, and a matmul
-            rotates its other operand.
+            (`mxquant.reference.hadamard`). The tensor stands for `x` all the same: `dequantize` rotates back, and a
+            matmul rotates its other operand.
 
     Returns:
         An MXTensor of x's shape, dtype and device, weight-only.
@@ -167,7 +167,7 @@ def _quantize(
 def quantizer_for(x: Tensor, fmt: Format, mode: str) -> Callable[..., tuple[Tensor, Tensor]]:
     """The kernel where there is one, else the reference; both give the same bytes."""
     if x.is_cuda and x.dtype != torch.float64 and has_triton() and mode not in fmt.searched_scale_modes:
-        from mxquant.kernels import cast  # imports triton, which is not everywhere
+        from mxquant.kernels.quantize import strided as cast  # imports triton, which is not everywhere
 
         return cast.quantize_blocks
     return quantize_blocks

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from mxquant.kernels import has_triton
-from mxquant.kernels.gate import KnownGate
+from mxquant.reference.gated_activation import GatedActivation
 from mxquant.tensor.construct import is_traced
 
 
@@ -27,10 +27,10 @@ def runs_kernels(*tensors: Tensor) -> bool:
     return not (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors))
 
 
-def gated(both_S2F: Tensor, gate: KnownGate) -> Tensor:
+def gated(both_S2F: Tensor, gate: GatedActivation) -> Tensor:
     """`gate` of gates and ups: [S, F]."""
     if not runs_kernels(both_S2F) or not both_S2F.is_contiguous():
         return gate(None, both_S2F)
-    from mxquant.kernels.gate_rows import gate as gate_kernel  # imports triton, which is not everywhere
+    from mxquant.kernels.moe.gated_activation import gate as gate_kernel  # imports triton, which is not everywhere
 
     return gate_kernel(both_S2F, gate)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mxquant.backends.base import Backend, Groups, Operand, Problem
 from mxquant.backends.registry import get_backend
-from mxquant.kernels.gate import KnownGate
+from mxquant.reference.gated_activation import GatedActivation
 from mxquant.tensor.choose import describe
 from mxquant.tensor.construct import is_traced
 from mxquant.tensor.eager import gated
@@ -28,13 +28,13 @@ aten = torch.ops.aten
 _GateArguments = tuple[bool | None, float | None, float | None]
 
 
-def _arguments_of(gate: KnownGate | None) -> _GateArguments:
+def _arguments_of(gate: GatedActivation | None) -> _GateArguments:
     """A gate, as operators take one."""
     return (None, None, None) if gate is None else (gate.interleaved, gate.limit, gate.alpha)
 
 
-def _gate_of(interleaved: bool | None, limit: float | None, alpha: float | None) -> KnownGate | None:
-    return None if interleaved is None else KnownGate(interleaved, limit, alpha)
+def _gate_of(interleaved: bool | None, limit: float | None, alpha: float | None) -> GatedActivation | None:
+    return None if interleaved is None else GatedActivation(interleaved, limit, alpha)
 
 
 def grouped_product(
@@ -43,7 +43,7 @@ def grouped_product(
     contracted: int,
     groups: Groups,
     bias: Tensor | None = None,
-    gate: KnownGate | None = None,
+    gate: GatedActivation | None = None,
 ) -> Tensor:
     """Each row of `x` times the matrix of its group, contracting the weights' axis `contracted` (-1 or -2).
 
@@ -69,7 +69,12 @@ def grouped_product(
 
 
 def _product(
-    x: Tensor, weights: MXTensor, contracted: int, groups: Groups, bias: Tensor | None, gate: KnownGate | None = None
+    x: Tensor,
+    weights: MXTensor,
+    contracted: int,
+    groups: Groups,
+    bias: Tensor | None,
+    gate: GatedActivation | None = None,
 ) -> Tensor:
     if weights.dim() != 3 or x.dim() != 2 or groups.offsets.shape != weights.shape[:1]:
         raise ValueError(

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from mxquant.backends.base import Backend, Operand, Problem
 from mxquant.backends.registry import get_backend, select
-from mxquant.kernels.rotate import rotated
+from mxquant.reference.hadamard import rotated
 from mxquant.tensor.choose import describe, in_layout_of, requested_backend
 from mxquant.tensor.construct import dequantize, is_traced
 from mxquant.tensor.metadata import DTYPES, metadata_from_json

@@ -67,8 +67,8 @@ class Metadata:
     """Format that a matmul along the blocked axis quantizes its other operand to; None: weight-only."""
     activation_scale_mode: str | None = None
     rotation: int | None = None
-    """Size of the block Hadamard (`mxquant.kernels.rotate`) that the codes are rotated by along the blocked axis: the
-    format's block, or None. The values that the tensor stands for are not rotated.
+    """Size of the block Hadamard (`mxquant.reference.hadamard`) that the codes are rotated by along the blocked axis:
+    the format's block, or None. The values that the tensor stands for are not rotated.
     """
     layout: str = "canonical"
     """Of the inner tensors in memory; what is saved is always canonical."""

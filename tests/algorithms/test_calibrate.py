@@ -18,7 +18,7 @@ from mxquant import GPTQ, MXFP4Config, MXTensor, NVFP4Config, quantize_, summary
 from mxquant.algorithms.gptq import Grid, gptq, rotated_hessian
 from mxquant.algorithms.stages import block_stages, calibrating, model_stage
 from mxquant.formats import get_format
-from mxquant.kernels.rotate import rotate
+from mxquant.reference.hadamard import rotate
 
 PARALLEL = GPTQ(sequential=False)
 ROTATED = MXFP4Config(rotation=32, algorithm="gptq")

@@ -17,7 +17,7 @@ from mxquant.formats import (
     quantize_blocks,
 )
 from mxquant.formats.element import element_values
-from mxquant.kernels.rotate import rotate
+from mxquant.reference.hadamard import rotate
 
 N, K, TOKENS = 12, 96, 300
 

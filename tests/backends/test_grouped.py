@@ -12,7 +12,7 @@ from torch._dynamo.backends.common import aot_autograd
 from mxquant import EmulatedMXTensor, MXTensor, list_backends, quantize, register_backend
 from mxquant.backends import Backend, Groups, Operand, Problem, candidates, unregister_backend
 from mxquant.backends.emulation import Emulation
-from mxquant.kernels.gate import KnownGate
+from mxquant.reference.gated_activation import GatedActivation
 from mxquant.tensor import as_weight, describe, grouped_product
 
 E, N, K = 3, 10, 72
@@ -169,9 +169,9 @@ def test_what_does_not_fit_is_refused(x: Tensor, groups: Groups) -> None:
         grouped_product(x, weight, -1, groups)
 
 
-@pytest.mark.parametrize("gate", [KnownGate(False), KnownGate(True, 7.0, 1.702)])
+@pytest.mark.parametrize("gate", [GatedActivation(False), GatedActivation(True, 7.0, 1.702)])
 @pytest.mark.parametrize("rotation", [None, 32])
-def test_a_gate_is_applied_by_the_backend_that_says_so(gate: KnownGate, rotation: int | None) -> None:
+def test_a_gate_is_applied_by_the_backend_that_says_so(gate: GatedActivation, rotation: int | None) -> None:
     """Not where it would have to come before a rotation that the backend leaves to others, nor across the blocks."""
     register_backend(Gating)
     k = 96
@@ -195,8 +195,10 @@ def test_a_gate_is_applied_by_the_backend_that_says_so(gate: KnownGate, rotation
     assert Gating.rows[-1].shape[1] == N
 
 
-@pytest.mark.parametrize("gate", [KnownGate(False), KnownGate(True, 7.0, 1.702), KnownGate(True, 7.0, 1.5)])
-def test_a_gate_in_a_graph(gate: KnownGate) -> None:
+@pytest.mark.parametrize(
+    "gate", [GatedActivation(False), GatedActivation(True, 7.0, 1.702), GatedActivation(True, 7.0, 1.5)]
+)
+def test_a_gate_in_a_graph(gate: GatedActivation) -> None:
     """Of the operator where the backend applies it, else of torch's operators before it."""
     register_backend(Gating)
     weight = as_weight(quantize(torch.randn(E, N, K), "mxfp4").with_activation("mxfp4"))

@@ -145,7 +145,7 @@ def test_torchao_tensors_are_unswizzled_and_packed(tmp_path: Path) -> None:
 @pytest.mark.parametrize("columns", [1, 3, 4, 5])
 def test_unswizzling_undoes_torchaos_swizzle(rows: int, columns: int) -> None:
     to_blocked = pytest.importorskip("torchao.prototype.mx_formats.utils").to_blocked
-    from mxquant.checkpoints.stored import unswizzle
+    from mxquant.checkpoints.weight_spec import unswizzle
 
     scale = torch.randint(0, 256, (rows, columns), dtype=torch.uint8)
     assert torch.equal(unswizzle(to_blocked(scale), (rows, columns)), scale)

@@ -14,7 +14,7 @@ from mxquant.formats.element import encode
 from mxquant.formats.pack import pack_codes
 from mxquant.formats.scale import e4m3_to_float, e8m0_from_amax
 from mxquant.kernels import has_triton
-from mxquant.kernels.qdq import quantize_dequantize
+from mxquant.reference.fake_quantize import quantize_dequantize
 from mxquant.tensor import describe
 
 MX = [name for name, fmt in FORMATS.items() if fmt.scale_format == "e8m0"]

@@ -66,7 +66,7 @@ def whole_layer(rows: int, columns: int, dtype: torch.dtype, device: torch.devic
 
 def check(x: Tensor, format: str, mode: str | None) -> None:
     """Every axis of `x`: the kernel writes the bytes of its twin."""
-    from mxquant.kernels.cast import quantize_blocks
+    from mxquant.kernels.quantize.strided import quantize_blocks
 
     fmt = get_format(format)
     options = {"per_tensor_scale": nvfp4_per_tensor_scale(x)} if fmt.per_tensor else {}
@@ -98,7 +98,7 @@ def test_whole_layers_of_other_dtypes_lengths_and_ranks(format: str, device: tor
 @pytest.mark.parametrize("format", FORMATS)
 def test_one_wrong_byte_of_a_layer_is_noticed(format: str, device: torch.device) -> None:
     """The control: another mode, or one element moved by one step of bf16."""
-    from mxquant.kernels.cast import quantize_blocks
+    from mxquant.kernels.quantize.strided import quantize_blocks
 
     x, fmt = whole_layer(256, 320, torch.bfloat16, device), get_format(format)
     options = {"per_tensor_scale": torch.ones((), device=device)} if fmt.per_tensor else {}

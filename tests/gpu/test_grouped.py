@@ -9,8 +9,8 @@ from torch import Tensor
 
 from mxquant import MXTensor, explain, quantize
 from mxquant.backends import Groups
-from mxquant.kernels.gate import KnownGate
 from mxquant.modules.routing import route
+from mxquant.reference.gated_activation import GatedActivation
 from mxquant.tensor import as_weight, grouped_product
 
 pytestmark = needs_gpu
@@ -93,16 +93,16 @@ GATED_SIZES = [
 
 
 @pytest.mark.parametrize("rotation", [None, 32])
-@pytest.mark.parametrize("gate", [KnownGate(False), KnownGate(True), KnownGate(True, 7.0, 1.702)])
+@pytest.mark.parametrize("gate", [GatedActivation(False), GatedActivation(True), GatedActivation(True, 7.0, 1.702)])
 @pytest.mark.parametrize("size", GATED_SIZES, ids=str)
 @pytest.mark.parametrize("case", TENSOR_CORE_CASES)
 def test_gated_groups(
-    case: Case, size: tuple[int, ...], gate: KnownGate, rotation: int | None, device: torch.device
+    case: Case, size: tuple[int, ...], gate: GatedActivation, rotation: int | None, device: torch.device
 ) -> None:
     """Bit by bit what the gate's own kernel and the product of its rows give, amid poison; with rows that do not fold,
     NaN and Inf, and rows of no expert. Another gate shows.
     """
-    from mxquant.kernels.gate_rows import gate as gate_kernel  # imports triton, which is not everywhere
+    from mxquant.kernels.moe.gated_activation import gate as gate_kernel  # imports triton, which is not everywhere
 
     experts, places, n, k = size
     w = quantize(torch.randn(experts, n, k, device=device).bfloat16(), case.format, rotation=rotation)
@@ -123,5 +123,5 @@ def test_gated_groups(
             y = grouped_product(both, weights, -1, groups, gate=gate)
         assert torch.equal(y.nan_to_num(), expected.nan_to_num())
         assert torch.equal(y.isnan(), expected.isnan())
-    other = KnownGate(not gate.interleaved, gate.limit, gate.alpha)
+    other = GatedActivation(not gate.interleaved, gate.limit, gate.alpha)
     assert not torch.equal(grouped_product(both, weights, -1, groups, gate=other).nan_to_num(), expected.nan_to_num())

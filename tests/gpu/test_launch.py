@@ -14,14 +14,14 @@ from torch import Tensor, nn
 
 from mxquant import MXFP4Config, MXTensor, quantize, quantize_
 from mxquant.backends import Groups
-from mxquant.kernels.gate import KnownGate
+from mxquant.reference.gated_activation import GatedActivation
 from mxquant.tensor import as_weight
 from mxquant.tensor.grouped import grouped_product
 
 triton = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402
 
-from mxquant.kernels.launch import cached_launch  # noqa: E402
+from mxquant.kernels.runtime.launch import cached_launch  # noqa: E402
 
 pytestmark = [
     pytest.mark.gpu,
@@ -312,7 +312,7 @@ def test_a_plan_of_groups_is_for_one_kind_of_call(activation: str | None) -> Non
         offset: int = 0,
         gathered: bool = True,
         bias: Tensor | None = None,
-        gate: KnownGate | None = None,
+        gate: GatedActivation | None = None,
         device: str = "cuda",
     ) -> Tensor:
         ends = torch.tensor([0, rows // 2, rows // 2, rows], dtype=torch.int32, device=device)
@@ -322,8 +322,8 @@ def test_a_plan_of_groups_is_for_one_kind_of_call(activation: str | None) -> Non
 
     kinds: list[dict[str, Any]] = [
         {"rows": 3}, {"rows": 1}, {"rows": 40}, {"rows": 3, "offset": 1}, {"rows": 3, "gathered": False},
-        {"rows": 3, "bias": bias}, {"rows": 3, "bias": bias.float()}, {"rows": 3, "gate": KnownGate(False)},
-        {"rows": 3, "gate": KnownGate(True)}, {"rows": 3, "gate": KnownGate(True, 7.0, 1.702)},
+        {"rows": 3, "bias": bias}, {"rows": 3, "bias": bias.float()}, {"rows": 3, "gate": GatedActivation(False)},
+        {"rows": 3, "gate": GatedActivation(True)}, {"rows": 3, "gate": GatedActivation(True, 7.0, 1.702)},
     ]  # fmt: skip
     with launched_by_triton():
         expected = [result(**kind) for kind in kinds]

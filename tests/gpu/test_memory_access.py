@@ -21,10 +21,10 @@ from mxquant.formats import ACTIVATION_FORMATS, get_format, resolve_scale_mode
 from mxquant.formats.block import dequantize_blocks
 from mxquant.formats.block import quantize_blocks as cast_twin
 from mxquant.kernels import has_triton
-from mxquant.kernels.gate import KnownGate
-from mxquant.kernels.qdq import quantize_dequantize as fakequant_twin
-from mxquant.kernels.rotate import rotate, rotated
 from mxquant.modules.routing import route
+from mxquant.reference.fake_quantize import quantize_dequantize as fakequant_twin
+from mxquant.reference.gated_activation import GatedActivation
+from mxquant.reference.hadamard import rotate, rotated
 from mxquant.tensor import as_weight, grouped_product
 
 pytestmark = [
@@ -36,7 +36,7 @@ pytestmark = [
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_cast(format: str, device: torch.device) -> None:
-    from mxquant.kernels.cast import quantize_blocks
+    from mxquant.kernels.quantize.strided import quantize_blocks
 
     fmt = get_format(format)
     for x in (torch.randn(3, 32), torch.randn(5, 33).bfloat16(), torch.randn(70, 40).t(), torch.randn(3, 1100)):
@@ -48,7 +48,7 @@ def test_cast(format: str, device: torch.device) -> None:
 @pytest.mark.parametrize("format", FORMATS)
 def test_cast_whole_blocks(format: str, dtype: torch.dtype, device: torch.device) -> None:
     """Rotated and not, in programs that are not full."""
-    from mxquant.kernels.cast import quantize_blocks
+    from mxquant.kernels.quantize.strided import quantize_blocks
 
     fmt = get_format(format)
     one = {"per_tensor_scale": torch.ones((), device=device)} if fmt.per_tensor else {}
@@ -62,7 +62,7 @@ def test_cast_whole_blocks(format: str, dtype: torch.dtype, device: torch.device
 
 @pytest.mark.parametrize("columns", [32, 96, 416])
 def test_fold_and_rotate(columns: int, device: torch.device) -> None:
-    from mxquant.kernels.fold import fold_activation_torch, fold_input
+    from mxquant.kernels.mxfp4_sm90.activation_fp8 import fold_activation_torch, fold_input
 
     x = torch.randn(5, columns).bfloat16()
     x[3, 0] = torch.nan
@@ -78,11 +78,11 @@ def test_fold_and_rotate(columns: int, device: torch.device) -> None:
 
 @pytest.mark.parametrize("columns", [32, 96, 416, 16640])
 def test_gate_and_fold(columns: int, device: torch.device) -> None:
-    from mxquant.kernels.fold import fold_input
-    from mxquant.kernels.gate_rows import gate
+    from mxquant.kernels.moe.gated_activation import gate
+    from mxquant.kernels.mxfp4_sm90.activation_fp8 import fold_input
 
     for known, mode, turned in itertools.product(
-        (KnownGate(False), KnownGate(True, 7.0, 1.702)), ("even", None), (False, True)
+        (GatedActivation(False), GatedActivation(True, 7.0, 1.702)), ("even", None), (False, True)
     ):
         if mode is None and turned:
             continue
@@ -99,7 +99,7 @@ def test_gate_and_fold(columns: int, device: torch.device) -> None:
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_expand(format: str, device: torch.device) -> None:
-    from mxquant.kernels.expand import dequantize
+    from mxquant.kernels.quantize.dequantize import dequantize
 
     fmt = get_format(format)
     for rows, length, offset in ((1, 8, 0), (3, 35, 0), (5, 100, 7), (2, 4200, 0)):
@@ -112,7 +112,7 @@ def test_expand(format: str, device: torch.device) -> None:
 
 @pytest.mark.parametrize("name", ACTIVATION_FORMATS)
 def test_fakequant(name: str, device: torch.device) -> None:
-    from mxquant.kernels.fakequant import quantize_dequantize
+    from mxquant.kernels.quantize.fake_quantize import quantize_dequantize
 
     fmt = get_format(name, activation=True)
     mode = resolve_scale_mode(fmt, None)
@@ -163,14 +163,14 @@ def test_groups(case: Case, device: torch.device) -> None:
 
 
 def test_to_the_experts_and_back(device: torch.device) -> None:
-    from kernels.test_routing import test_gates_are_those_of_the_twin, test_sums_are_those_of_the_twin
+    from kernels.moe.test_routing import test_gates_are_those_of_the_twin, test_sums_are_those_of_the_twin
 
     test_sums_are_those_of_the_twin(40, torch.bfloat16, torch.float32, device)
-    test_gates_are_those_of_the_twin(40, torch.bfloat16, KnownGate(True, 7.0, 1.702), device)
+    test_gates_are_those_of_the_twin(40, torch.bfloat16, GatedActivation(True, 7.0, 1.702), device)
 
 
 def test_columns_in_turn(device: torch.device) -> None:
-    from kernels.test_columns import test_bits_of_the_twin
+    from kernels.quantize.test_gptq_columns import test_bits_of_the_twin
 
     for size, rows in ((5, 33), (32, 1061), (1, 7)):
         test_bits_of_the_twin("nvfp4", size, rows, True, device)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from mxquant import MXTensor, explain, quantize
 from mxquant.formats import FORMATS, dequantize_blocks, quantize_blocks
-from mxquant.kernels.rotate import rotate
+from mxquant.reference.hadamard import rotate
 from mxquant.tensor import as_weight
 
 pytestmark = needs_gpu

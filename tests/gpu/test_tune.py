@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 import mxquant
 from mxquant import explain, quantize_, tune
-from mxquant.backends import Problem, Route, RoutedBackend, get_backend, tuned
-from mxquant.backends.routes import choose_route, forget_choices
+from mxquant.backends import KernelChoice, Problem, TunableBackend, get_backend
+from mxquant.backends import tuning_cache as tuned
+from mxquant.backends.kernel_choice import choose_route, forget_choices
 from mxquant.tensor import MXTensor, describe
 from mxquant.tuning import TuningReport
 
@@ -42,11 +43,11 @@ def inputs(rows: int, device: torch.device) -> Tensor:
     return torch.randn(rows, K, device=device).bfloat16()
 
 
-def routes_of(linear: nn.Linear, rows: int) -> tuple[RoutedBackend, Problem, tuple[Route, ...]]:
+def routes_of(linear: nn.Linear, rows: int) -> tuple[TunableBackend, Problem, tuple[KernelChoice, ...]]:
     assert isinstance(linear.weight, MXTensor)
     problem = describe(linear.weight)
     backend = get_backend("fp8" if problem.activation else "fp16")
-    assert isinstance(backend, RoutedBackend)
+    assert isinstance(backend, TunableBackend)
     return backend, problem, backend.routes(problem, rows)
 
 

@@ -10,12 +10,17 @@ from torch import Tensor
 from mxquant.formats import ACTIVATION_FORMATS, FORMATS, WEIGHT_FORMATS, get_format
 from mxquant.formats.block import dequantize_blocks
 from mxquant.formats.block import quantize_blocks as cast_twin
-from mxquant.kernels.cast import quantize_blocks as cast
-from mxquant.kernels.expand import dequantize as expand
-from mxquant.kernels.fakequant import quantize_dequantize as fakequant
-from mxquant.kernels.fold import fold_activation, fold_activation_torch, fold_bfloat16, fold_bfloat16_torch
-from mxquant.kernels.lookup import decoded_rows
-from mxquant.kernels.qdq import quantize_dequantize as fakequant_twin
+from mxquant.kernels.mxfp4_sm90.activation_fp8 import (
+    fold_activation,
+    fold_activation_torch,
+    fold_bfloat16,
+    fold_bfloat16_torch,
+)
+from mxquant.kernels.quantize.dequantize import dequantize as expand
+from mxquant.kernels.quantize.fake_quantize import quantize_dequantize as fakequant
+from mxquant.kernels.quantize.strided import quantize_blocks as cast
+from mxquant.reference.fake_quantize import quantize_dequantize as fakequant_twin
+from mxquant.reference.lookup import decoded_rows
 
 Pairs = Iterator[tuple[Tensor, Tensor]]
 Run = Callable[[Tensor, "str | None"], Pairs]

@@ -18,8 +18,8 @@ from moe_reference import assert_block, block64, relative_error, routing, run
 import mxquant.integrations.transformers  # noqa: F401, registers the implementation
 from mxquant import dequantize_, experts_forward, quantize_, register_backend
 from mxquant.backends import Backend, Groups, Operand, Problem, emulation, unregister_backend
-from mxquant.kernels.gate import KnownGate
 from mxquant.modules.routing import route
+from mxquant.reference.gated_activation import GatedActivation
 from mxquant.tensor import as_weight
 
 GPT_OSS = ("transformers.models.gpt_oss.modeling_gpt_oss", "GptOssExperts")
@@ -238,7 +238,7 @@ class Gating(Backend):
 
     name = "gating"
     gates = True
-    seen: ClassVar[list[tuple[KnownGate | None, int]]] = []
+    seen: ClassVar[list[tuple[GatedActivation | None, int]]] = []
 
     def reject(self, problem: Problem) -> str | None:
         return None
@@ -255,9 +255,11 @@ class Gating(Backend):
 
 
 @pytest.mark.parametrize(
-    "which, gate", [(MIXTRAL, KnownGate(False)), (GPT_OSS, KnownGate(True, 7.0, 1.702))], ids=lambda one: str(one)[:60]
+    "which, gate",
+    [(MIXTRAL, GatedActivation(False)), (GPT_OSS, GatedActivation(True, 7.0, 1.702))],
+    ids=lambda one: str(one)[:60],
 )
-def test_the_gate_is_left_to_a_backend_that_applies_it(which: tuple[str, str], gate: KnownGate) -> None:
+def test_the_gate_is_left_to_a_backend_that_applies_it(which: tuple[str, str], gate: GatedActivation) -> None:
     """But not where the hidden states need a gradient."""
     experts, arguments = block(which), tokens()
     expected = experts_forward(experts, *arguments)

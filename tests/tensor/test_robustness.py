@@ -12,7 +12,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mxquant import MXTensor, flatten_state_dict, quantize, quantize_, unflatten_state_dict
-from mxquant.kernels import lookup
+from mxquant.reference import lookup
 
 
 @pytest.mark.parametrize("activation", ["nvfp4", "fp8_e4m3", "mxfp4"])

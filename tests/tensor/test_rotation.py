@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from mxquant import MXTensor, dequantize_, flatten_state_dict, quantize, quantize_, summary, unflatten_state_dict
 from mxquant.backends import Groups
-from mxquant.kernels.rotate import rotate
+from mxquant.reference.hadamard import rotate
 from mxquant.tensor import grouped_product
 
 M, N, K = 7, 10, 96

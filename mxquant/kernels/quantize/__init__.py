@@ -1,0 +1,1 @@
+"""Quantizing, dequantizing and rotating, for every format."""

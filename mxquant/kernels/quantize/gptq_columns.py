@@ -1,0 +1,76 @@
+"""The columns of one block rounded in turn, in one launch, on a GPU.
+
+A program has some rows of the weight with all the block's columns in registers, and does what GPTQ does to them: rows
+do not depend on each other.
+
+Twin: `round_columns_torch` of `mxquant.reference.gptq_columns`, equal bit by bit where products and sums are
+exact. Where they are not, they are rounded once here; in torch, once or twice, as a device's vectors are long.
+
+Legend: K columns of the block, N rows of the weight; both tensors of a weight have a column of it in each row.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from mxquant.formats.spec import ElementFormat
+from mxquant.kernels.primitives.numerics import element_constants, round_to_element
+from mxquant.kernels.runtime.launch import cached_launch, cdiv, next_power_of_2
+
+# Rows of a program of one warp, so that sums over columns stay in it; more in the interpreter, which spends its time on
+# operations.
+_ROWS, _INTERPRETED = 32, 1024
+
+
+def round_columns(w_KN: Tensor, unit_KN: Tensor, factor_KK: Tensor, element: ElementFormat) -> tuple[Tensor, Tensor]:
+    """Arguments and results are those of the twin; `w_KN` is only read."""
+    k, n = w_KN.shape
+    rounded_KN, error_KN = torch.empty_like(w_KN), torch.empty_like(w_KN)
+    rows = _ROWS if w_KN.is_cuda else _INTERPRETED
+    with torch.cuda.device_of(w_KN):
+        _round_columns_kernel[(cdiv(n, rows),)](
+            w_KN, unit_KN, factor_KK.contiguous(), rounded_KN, error_KN, n, k, *unit_KN.stride(),
+            **element_constants(element), COLUMNS=next_power_of_2(k), ROWS=rows,
+            num_warps=1,
+        )  # fmt: skip
+    return rounded_KN, error_KN
+
+
+@cached_launch
+@triton.jit(do_not_specialize=["n", "k"])
+def _round_columns_kernel(
+    w_ptr: tl.tensor,
+    unit_ptr: tl.tensor,
+    factor_ptr: tl.tensor,
+    rounded_ptr: tl.tensor,
+    error_ptr: tl.tensor,
+    n: tl.tensor,
+    k: tl.tensor,
+    unit_stride_k: tl.tensor,
+    unit_stride_n: tl.tensor,
+    EXPONENT_BITS: tl.constexpr,
+    MANTISSA_BITS: tl.constexpr,
+    MAX_CODE: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    ROWS: tl.constexpr,
+) -> None:
+    row_N = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    is_row_N = row_N < n
+    column_K = tl.arange(0, COLUMNS)
+    at_KN = column_K[:, None] * n.to(tl.int64) + row_N[None, :]
+    w_KN = tl.load(w_ptr + at_KN, mask=(column_K < k)[:, None] & is_row_N[None, :], other=0.0)
+    for i in range(k):
+        # Of the bits, whose sum is exact: the others are zeros.
+        w_N = tl.sum(tl.where((column_K == i)[:, None], w_KN.to(tl.int32, bitcast=True), 0), 0)
+        w_N = w_N.to(tl.float32, bitcast=True)
+        unit_N = tl.load(unit_ptr + i * unit_stride_k + row_N * unit_stride_n, mask=is_row_N, other=1.0)
+        rounded_N = round_to_element(tl.div_rn(w_N, unit_N), EXPONENT_BITS, MANTISSA_BITS, MAX_CODE)
+        pivot = tl.load(factor_ptr + i * k + i)
+        error_N = tl.div_rn(tl.fma(-rounded_N, unit_N, w_N), pivot)
+        tl.store(rounded_ptr + i * n.to(tl.int64) + row_N, rounded_N, mask=is_row_N)
+        tl.store(error_ptr + i * n.to(tl.int64) + row_N, error_N, mask=is_row_N)
+        factor_K = tl.load(factor_ptr + i * k + column_K, mask=(column_K > i) & (column_K < k), other=0.0)
+        w_KN = tl.fma(-factor_K[:, None], error_N[None, :], w_KN)

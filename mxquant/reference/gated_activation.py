@@ -1,0 +1,35 @@
+"""The gate functions that kernels know, as data: what stands between the two matmuls of an expert.
+
+Kernels: `gate_rows` alone, and `fold` on the way into the second matmul.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class GatedActivation:
+    """silu(gate) * up; with `limit` and `alpha` the clamped gate of gpt-oss, (up + 1) * gate * sigmoid(alpha * gate).
+
+    Called as any gate of a block, `(module, gate and up [S, 2F]) -> [S, F]`: gates then ups, or gate, up, gate, up
+    where `interleaved`. Each step is rounded to the input's dtype.
+    """
+
+    interleaved: bool
+    limit: float | None = None
+    alpha: float | None = None
+
+    def __call__(self, module: Any, both_S2F: Tensor) -> Tensor:
+        if self.interleaved:
+            gate, up = both_S2F[..., ::2], both_S2F[..., 1::2]
+        else:
+            gate, up = both_S2F.chunk(2, -1)
+        if self.limit is None or self.alpha is None:
+            return F.silu(gate) * up
+        gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
+        return (up + 1) * (gate * (gate * self.alpha).sigmoid())

@@ -1,0 +1,1 @@
+"""Tests of mxquant.kernels: each kernel against its twin in mxquant.formats."""
