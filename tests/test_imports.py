@@ -11,18 +11,19 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "mxquant"
 
-# What each part of the package may import beside itself. `formats <- reference <- kernels <- backends <- tensor <-
-# modules <- algorithms <- api`, and `config` is a leaf that all but the lowest layers may read.
-BELOW_TENSOR = {"formats", "reference", "kernels", "backends"}
+# What each part of the package may import beside itself. `formats <- reference <- kernels <- ops <- backends <- tensor
+# <- modules <- algorithms <- api`, and `config` is a leaf that all but the lowest layers may read.
+BELOW_TENSOR = {"formats", "reference", "kernels", "ops", "backends"}
 BELOW_MODULES = BELOW_TENSOR | {"tensor", "config"}
 BELOW_ALGORITHMS = BELOW_MODULES | {"modules", "select"}
 BELOW_API = BELOW_ALGORITHMS | {"algorithms", "report", "validate"}
 ALLOWED = {
     "formats": set(),
     "config": {"formats"},
-    "reference": {"formats", "kernels"},
+    "reference": {"formats"},
     "kernels": {"formats", "reference"},
-    "backends": {"formats", "reference", "kernels"},
+    "ops": {"formats", "reference", "kernels"},
+    "backends": {"formats", "reference", "kernels", "ops"},
     "tensor": BELOW_TENSOR,
     "modules": BELOW_MODULES,
     "select": BELOW_MODULES | {"modules"},

@@ -19,7 +19,7 @@ from mxquant.backends.base import Operand
 from mxquant.config import GPTQ, _MXConfig
 from mxquant.formats import get_format, nvfp4_per_tensor_scale
 from mxquant.modules.linear import WeightConfig, WeightQuantizer, round_to_nearest
-from mxquant.reference.hadamard import rotate
+from mxquant.reference.hadamard import hadamard
 from mxquant.select import Target
 from mxquant.tensor import Metadata, MXTensor
 
@@ -215,7 +215,9 @@ def _solve(targets: Sequence[Target], index: int, hessian: Tensor) -> list[MXTen
             "find the batch by running the model on each, and leave it out"
         )
     matrices = [matrix_of(target, index).to(hessian.device) for target in targets]
-    w = [matrix.float() if config.rotation is None else rotate(matrix, config.rotation).float() for matrix in matrices]
+    w = [
+        matrix.float() if config.rotation is None else hadamard(matrix, config.rotation).float() for matrix in matrices
+    ]
     scales = [nvfp4_per_tensor_scale(one, config.scale_mode) for one in w] if fmt.per_tensor else [None] * len(w)
     grid = Grid(fmt, config.scale_mode, _one_a_row(scales, w))
     if config.rotation is not None:

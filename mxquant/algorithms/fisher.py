@@ -23,7 +23,7 @@ from mxquant.config import _MXConfig
 from mxquant.formats import get_format
 from mxquant.modules.experts import ExpertsLayout
 from mxquant.reference.fake_quantize import quantize_dequantize
-from mxquant.reference.hadamard import rotate
+from mxquant.reference.hadamard import hadamard
 from mxquant.select import Target
 from mxquant.tensor import quantize
 
@@ -155,10 +155,10 @@ def _quantized_input(x_TK: Tensor, config: _MXConfig) -> Tensor:
     assert config.activation_format is not None
     fmt = get_format(config.activation_format, activation=True)
     mode = config.activation_scale_mode or fmt.default_scale_mode
-    given = x_TK if config.rotation is None else rotate(x_TK, config.rotation)
+    given = x_TK if config.rotation is None else hadamard(x_TK, config.rotation)
     values, outer = quantize_dequantize(given, fmt, mode, None, torch.float32)
     values = values if outer is None else values * outer
-    return values if config.rotation is None else rotate(values, config.rotation)
+    return values if config.rotation is None else hadamard(values, config.rotation)
 
 
 def _require_gradient(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:

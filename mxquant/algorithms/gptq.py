@@ -21,9 +21,8 @@ from mxquant.formats.element import encode
 from mxquant.formats.pack import pack_codes
 from mxquant.formats.scale import e4m3_to_float, e8m0_to_float
 from mxquant.formats.spec import Format
-from mxquant.reference.gptq_columns import round_columns
-from mxquant.reference.hadamard import rotate
-from mxquant.tensor.construct import quantizer_for
+from mxquant.ops import gptq_columns, quantize_blocks
+from mxquant.reference.hadamard import hadamard
 
 
 class Grid(NamedTuple):
@@ -37,7 +36,7 @@ class Grid(NamedTuple):
 
 def rotated_hessian(hessian_KK: Tensor, rotation: int) -> Tensor:
     """The Hessian of the rotated inputs: H^T X^T X H."""
-    return rotate(rotate(hessian_KK, rotation).t(), rotation)
+    return hadamard(hadamard(hessian_KK, rotation).t(), rotation)
 
 
 def gptq(w_NK: Tensor, hessian_KK: Tensor, grid: Grid, settings: GPTQ) -> tuple[Tensor, Tensor]:
@@ -70,7 +69,7 @@ def gptq(w_NK: Tensor, hessian_KK: Tensor, grid: Grid, settings: GPTQ) -> tuple[
             block = first // size
             scale_NB[:, block] = _quantize(w_KN[first:last].t(), grid)[1][:, 0]
             unit_KN = _units(scale_NB[:, block], grid).expand(last - first, n)
-        rounded_KN[first:last], error_KN = round_columns(
+        rounded_KN[first:last], error_KN = gptq_columns(
             w_KN[first:last], unit_KN, factor_KK[first:last, first:last], fmt.element
         )
         w_KN[last:].addmm_(factor_KK[first:last, last:].t(), error_KN, alpha=-1)
@@ -81,8 +80,7 @@ def gptq(w_NK: Tensor, hessian_KK: Tensor, grid: Grid, settings: GPTQ) -> tuple[
 
 
 def _quantize(w_NK: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
-    quantizer = quantizer_for(w_NK, grid.format, grid.scale_mode)
-    return quantizer(w_NK, grid.format, grid.scale_mode, per_tensor_scale=grid.per_tensor_scale)
+    return quantize_blocks(w_NK, grid.format, grid.scale_mode, per_tensor_scale=grid.per_tensor_scale)
 
 
 def _units(scale: Tensor, grid: Grid) -> Tensor:

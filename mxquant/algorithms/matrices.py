@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from mxquant.modules.experts import ExpertsLayout
 from mxquant.modules.experts_weight import stacked
-from mxquant.modules.routing import route
+from mxquant.ops import route
 from mxquant.select import Target
 
 

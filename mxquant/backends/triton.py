@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from mxquant.backends.base import Backend, Operand, Problem, no_device
-from mxquant.backends.hopper import reject_search
 from mxquant.formats.spec import get_format
 from mxquant.kernels import has_triton
 
@@ -29,7 +28,15 @@ class Triton(Backend):
             return "needs compute capability 8.0 (bf16), this is {}.{}".format(*problem.capability)
         if not has_triton():
             return "needs the package triton, which is not installed"
-        if reason := reject_search(problem):
+        # Imported here: they import triton, which is not everywhere.
+        import mxquant.kernels.quantize.dequantize as dequantize
+        import mxquant.kernels.quantize.fake_quantize as fake_quantize
+
+        reason = dequantize.reject(get_format(problem.weight))
+        if reason is None and problem.activation is not None:
+            activation = get_format(problem.activation, activation=True)
+            reason = fake_quantize.reject(activation, problem.activation_scale_mode, torch.bfloat16)
+        if reason is not None:
             return reason
         if problem.dtype == torch.bfloat16 or (problem.dtype == torch.float16 and problem.activation is not None):
             return None

@@ -18,10 +18,10 @@ from mxquant.modules.experts import ExpertsLayout
 from mxquant.modules.experts_weight import stacked
 from mxquant.modules.gates import known_gate
 from mxquant.modules.registry import experts_layout
-from mxquant.modules.routing import Routing, combine, route
+from mxquant.ops import combine, gated_activation, route
 from mxquant.reference.gated_activation import GatedActivation
+from mxquant.reference.routing import Routing
 from mxquant.tensor import MXTensor, grouped_product
-from mxquant.tensor.eager import gated
 
 
 def experts_forward(experts: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -119,7 +119,7 @@ def _multiply(
     wants_gradient = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, w, bias_EN))
     if isinstance(w, MXTensor) and not wants_gradient:
         return grouped_product(x, w, k_axis, Groups(routing.offsets_E, rows), bias_EN, gate)
-    x = x if gate is None else gated(x, gate)
+    x = x if gate is None else gated_activation(x, gate)
     x = x if rows is None else x[rows]
     w_EKN = w if k_axis == -2 else w.transpose(-2, -1)
     # A dense weight is multiplied in its own dtype, as transformers does; a quantized one in its input's.

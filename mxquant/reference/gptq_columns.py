@@ -1,7 +1,5 @@
 """Rounding the columns of one block in turn, each with what rounding those before it has changed: GPTQ's inner loop.
 
-Here in torch, some ten operations a column; on a GPU in one launch a block.
-
 Legend: K columns of the block, N rows of the weight; both tensors of a weight have a column of it in each row.
 """
 
@@ -12,31 +10,19 @@ from torch import Tensor
 
 from mxquant.formats.element import round_to_element
 from mxquant.formats.spec import ElementFormat
-from mxquant.kernels import has_triton
 
 
-def round_columns(w_KN: Tensor, unit_KN: Tensor, factor_KK: Tensor, element: ElementFormat) -> tuple[Tensor, Tensor]:
+def gptq_columns(w_KN: Tensor, unit_KN: Tensor, factor_KK: Tensor, element: ElementFormat) -> tuple[Tensor, Tensor]:
     """The columns rounded in units of their scales, and their errors over the factor's diagonal.
 
     Args:
-        w_KN: fp32, contiguous; may be worked on in place.
+        w_KN: fp32, contiguous; worked on in place.
         unit_KN: fp32, the value of code 1; may be expanded.
         factor_KK: fp32, upper triangular: row i has what column i's error, over the diagonal, changes of each column.
 
     Returns:
         rounded, fp32 [K, N], values of the element format; errors, fp32 [K, N].
     """
-    if w_KN.is_cuda and has_triton():
-        from mxquant.kernels.quantize import gptq_columns as columns_in_turn  # imports triton, which is not everywhere
-
-        return columns_in_turn.round_columns(w_KN, unit_KN, factor_KK, element)
-    return round_columns_torch(w_KN, unit_KN, factor_KK, element)
-
-
-def round_columns_torch(
-    w_KN: Tensor, unit_KN: Tensor, factor_KK: Tensor, element: ElementFormat
-) -> tuple[Tensor, Tensor]:
-    """`round_columns`, on any device; `w_KN` is worked on in place."""
     rounded_KN, error_KN = torch.empty_like(w_KN), torch.empty_like(w_KN)
     for i, pivot in enumerate(factor_KK.diagonal().tolist()):
         rounded_KN[i] = round_to_element(w_KN[i] / unit_KN[i], element)

@@ -16,22 +16,9 @@ import math
 import torch
 from torch import Tensor
 
-from mxquant.kernels import has_triton
 
-_KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-
-
-def rotated(x: Tensor, size: int, dtype: torch.dtype) -> Tensor:
-    """`rotate` in `dtype`, rounded once from fp32 (fp64 for fp64): on a GPU in one launch, with the same bits."""
-    if x.is_cuda and x.dtype in _KERNEL_DTYPES and dtype in _KERNEL_DTYPES and has_triton():
-        from mxquant.kernels.quantize import hadamard as rotate_blocks  # imports triton, which is not everywhere
-
-        return rotate_blocks.rotate(x, size, dtype)
-    return rotate(x, size).to(dtype)
-
-
-def rotate(x: Tensor, size: int) -> Tensor:
-    """`x` rotated in blocks of `size` along its last axis. `rotate(rotate(x))` is `x` up to rounding.
+def hadamard(x: Tensor, size: int) -> Tensor:
+    """`x` rotated in blocks of `size` along its last axis. `hadamard(hadamard(x))` is `x` up to rounding.
 
     The order of additions is part of what is defined: stage by stage, elements 1, 2, 4, ... apart become their sum and
     their difference, then comes the product with 1 / sqrt(size) as fp32 rounds it.

@@ -7,32 +7,21 @@ are called directly.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from mxquant.backends.base import Operand
-from mxquant.formats.block import dequantize_blocks, quantize_blocks
+from mxquant.formats.block import dequantize_blocks
 from mxquant.formats.scale import NAN_BYTE, nvfp4_per_tensor_scale
 from mxquant.formats.spec import Format, get_format, resolve_scale_mode
-from mxquant.kernels import has_triton
-from mxquant.reference.hadamard import rotate, rotated
+from mxquant.ops import hadamard, is_traced, quantize_blocks
 from mxquant.tensor.metadata import Metadata, check_dtype, check_rotation
 from mxquant.tensor.mxtensor import MXTensor, block_format, logical_shape, physical_shape
 
 _NONFINITE = ("nan", "raise")
-_PLAIN = (Tensor, torch.nn.Parameter)
 _BITS_OF = {torch.uint8, torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu}
-
-
-def is_traced(*tensors: Tensor | None) -> bool:
-    """Whether a graph is being traced: one of the plain tensors is a stand-in (fake, functional, a proxy, meta)."""
-    for tensor in tensors:
-        if tensor is not None and (type(tensor) not in _PLAIN or tensor.is_meta):
-            return True
-    return torch.compiler.is_compiling()
 
 
 def quantize(
@@ -145,16 +134,13 @@ def _quantize(
 ) -> list[Tensor]:
     """Codes and scales of `x` along its last axis, and the per-tensor scale for NVFP4."""
     fmt = get_format(format)
-    quantizer = quantizer_for(x, fmt, mode)
-    if rotation is not None:
-        # The kernel rotates in registers, but a per-tensor scale has to be known before.
-        if quantizer is quantize_blocks or (fmt.per_tensor and per_tensor_scale is None):
-            x = rotated(x, rotation, torch.promote_types(x.dtype, torch.float32))
-        else:
-            quantizer = functools.partial(quantizer, rotation=rotation)
     if fmt.per_tensor and per_tensor_scale is None:
+        if rotation is not None:  # the scale is of the rotated values
+            x, rotation = hadamard(x, rotation, torch.promote_types(x.dtype, torch.float32)), None
         per_tensor_scale = nvfp4_per_tensor_scale(x, mode)
-    qdata, scale = quantizer(x, fmt, mode, per_tensor_scale=per_tensor_scale, canonical_zero=canonical_zero)
+    qdata, scale = quantize_blocks(
+        x, fmt, mode, per_tensor_scale=per_tensor_scale, canonical_zero=canonical_zero, rotation=rotation
+    )
     if raises and (bad := scale == NAN_BYTE).any():
         first = tuple(bad.nonzero()[0].tolist())
         raise ValueError(
@@ -162,15 +148,6 @@ def _quantize(
             'clean the tensor, or pass nonfinite="nan" to have such blocks decode to NaN'
         )
     return [qdata, scale] if per_tensor_scale is None else [qdata, scale, per_tensor_scale]
-
-
-def quantizer_for(x: Tensor, fmt: Format, mode: str) -> Callable[..., tuple[Tensor, Tensor]]:
-    """The kernel where there is one, else the reference; both give the same bytes."""
-    if x.is_cuda and x.dtype != torch.float64 and has_triton() and mode not in fmt.searched_scale_modes:
-        from mxquant.kernels.quantize import strided as cast  # imports triton, which is not everywhere
-
-        return cast.quantize_blocks
-    return quantize_blocks
 
 
 @torch.library.custom_op("mxquant::quantize", mutates_args=())
@@ -227,9 +204,7 @@ def dequantize(tensor: MXTensor, dtype: torch.dtype) -> Tensor:
     run = torch.ops.mxquant.dequantize if is_traced(tensor.qdata) else _dequantize
     physical: Tensor = run(*arguments)
     if rotation is not None:
-        # Outside the operator: while a graph is traced, by what can be traced.
-        traced = is_traced(physical)
-        physical = rotate(physical, rotation).to(dtype) if traced else rotated(physical, rotation, dtype)
+        physical = hadamard(physical, rotation, dtype)
     return physical.movedim(-1, tensor.axis).contiguous()
 
 

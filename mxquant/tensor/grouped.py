@@ -15,10 +15,9 @@ from torch import Tensor
 
 from mxquant.backends.base import Backend, Groups, Operand, Problem
 from mxquant.backends.registry import get_backend
+from mxquant.ops import gated_activation, is_traced
 from mxquant.reference.gated_activation import GatedActivation
 from mxquant.tensor.choose import describe
-from mxquant.tensor.construct import is_traced
-from mxquant.tensor.eager import gated
 from mxquant.tensor.matmul import check_operands, choose_backend, one_scale_each, rotated_product
 from mxquant.tensor.metadata import metadata_from_json
 from mxquant.tensor.mxtensor import MXTensor, implements, logical_shape, physical_shape
@@ -89,7 +88,7 @@ def _product(
         if backend.gates and contraction == "blocked" and (problem.rotation is None or backend.rotates):
             problem = describe(weights, x.dtype, gate=gate)
         else:
-            x, gate = gated(x, gate), None
+            x, gate = gated_activation(x, gate), None
     if not is_traced(x, weights.qdata):
         return _run(x, weights, bias, groups, problem, backend)
     text, shape = weights.metadata.to_json(), physical_shape(weights)

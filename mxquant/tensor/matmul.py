@@ -18,9 +18,9 @@ from torch import Tensor
 
 from mxquant.backends.base import Backend, Operand, Problem
 from mxquant.backends.registry import get_backend, select
-from mxquant.reference.hadamard import rotated
+from mxquant.ops import hadamard, is_traced
 from mxquant.tensor.choose import describe, in_layout_of, requested_backend
-from mxquant.tensor.construct import dequantize, is_traced
+from mxquant.tensor.construct import dequantize
 from mxquant.tensor.metadata import DTYPES, metadata_from_json
 from mxquant.tensor.mxtensor import (
     MXTensor,
@@ -143,9 +143,9 @@ def rotated_product(
     backend takes and, where the config says so, quantizes. Across it, the result is rotated back.
     """
     if problem.contraction == "blocked":
-        return multiply(rotated(x, rotation, x.dtype), bias)
-    y = multiply(x, None if bias is None else rotated(bias, rotation, torch.promote_types(bias.dtype, torch.float32)))
-    return rotated(y, rotation, y.dtype)
+        return multiply(hadamard(x, rotation, x.dtype), bias)
+    y = multiply(x, None if bias is None else hadamard(bias, rotation, torch.promote_types(bias.dtype, torch.float32)))
+    return hadamard(y, rotation, y.dtype)
 
 
 def _multiply(x: Tensor, weight: MXTensor, bias: Tensor | None, problem: Problem, backend: Backend) -> Tensor:

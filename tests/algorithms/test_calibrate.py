@@ -18,7 +18,7 @@ from mxquant import GPTQ, MXFP4Config, MXTensor, NVFP4Config, quantize_, summary
 from mxquant.algorithms.gptq import Grid, gptq, rotated_hessian
 from mxquant.algorithms.stages import block_stages, calibrating, model_stage
 from mxquant.formats import get_format
-from mxquant.reference.hadamard import rotate
+from mxquant.reference.hadamard import hadamard
 
 PARALLEL = GPTQ(sequential=False)
 ROTATED = MXFP4Config(rotation=32, algorithm="gptq")
@@ -73,7 +73,7 @@ def test_each_layer_is_calibrated_on_its_own_inputs(make: Any, sequential: bool)
     for name in ("blocks.0.up", "blocks.1.gate", "blocks.2.down", "pooler"):
         if name == "pooler" and not sequential and make is not Unchained:
             continue  # outside of the blocks, it comes after them in either mode
-        weight = rotate(original.get_submodule(name).weight.detach(), 32)
+        weight = hadamard(original.get_submodule(name).weight.detach(), 32)
         for source, is_expected in ((model, sequential), (original, not sequential)):
             x = inputs_of(source, name, data)
             solved = gptq(weight, rotated_hessian(x.T @ x, 32), grid, GPTQ())
@@ -114,13 +114,13 @@ def test_layers_before_the_blocks_are_quantized_before_them(tmp_path: Path) -> N
         halfway.set_submodule(done, model.get_submodule(done))
         x = inputs_of(halfway, name, data)
         solved = gptq(
-            rotate(original.get_submodule(name).weight.detach(), 32), rotated_hessian(x.T @ x, 32), grid, GPTQ()
+            hadamard(original.get_submodule(name).weight.detach(), 32), rotated_hessian(x.T @ x, 32), grid, GPTQ()
         )
         assert (solved[0] == model.get_submodule(name).weight.qdata).float().mean() > 0.99, (
             name
         )  # another order of sums
     x = inputs_of(original, "blocks.0.up", data)
-    solved = gptq(rotate(original.blocks[0].up.weight.detach(), 32), rotated_hessian(x.T @ x, 32), grid, GPTQ())
+    solved = gptq(hadamard(original.blocks[0].up.weight.detach(), 32), rotated_hessian(x.T @ x, 32), grid, GPTQ())
     assert (solved[0] == model.blocks[0].up.weight.qdata).float().mean() < 0.95
 
 
@@ -227,7 +227,7 @@ def test_experts_see_the_tokens_that_are_routed_to_them(caplog: pytest.LogCaptur
     grid = Grid(get_format("mxfp4"), "even", None)
     for weight, rows, quantized in ((experts.up[1], x, up[1]), (experts.down[1], h, model.blocks[0].experts.down[1])):
         hessian = rotated_hessian(rows.T @ rows, 32)
-        solved = gptq(rotate(weight.detach(), 32), hessian, grid, GPTQ())
+        solved = gptq(hadamard(weight.detach(), 32), hessian, grid, GPTQ())
         assert (solved[0] == quantized.qdata).float().mean() > 0.99
 
 

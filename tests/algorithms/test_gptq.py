@@ -17,7 +17,7 @@ from mxquant.formats import (
     quantize_blocks,
 )
 from mxquant.formats.element import element_values
-from mxquant.reference.hadamard import rotate
+from mxquant.reference.hadamard import hadamard
 
 N, K, TOKENS = 12, 96, 300
 
@@ -139,7 +139,7 @@ def test_inputs_that_are_always_zero() -> None:
 
 def test_the_hessian_of_rotated_inputs() -> None:
     x = inputs()
-    rotated = rotate(x, 32)
+    rotated = hadamard(x, 32)
     expected = rotated.T @ rotated
     found = rotated_hessian(x.T @ x, 32)
     assert (found - expected).norm() < 1e-5 * expected.norm()  # fp32 sums of 300 terms in another order

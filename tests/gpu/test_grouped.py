@@ -9,7 +9,7 @@ from torch import Tensor
 
 from mxquant import MXTensor, explain, quantize
 from mxquant.backends import Groups
-from mxquant.modules.routing import route
+from mxquant.ops import route
 from mxquant.reference.gated_activation import GatedActivation
 from mxquant.tensor import as_weight, grouped_product
 
@@ -102,7 +102,7 @@ def test_gated_groups(
     """Bit by bit what the gate's own kernel and the product of its rows give, amid poison; with rows that do not fold,
     NaN and Inf, and rows of no expert. Another gate shows.
     """
-    from mxquant.kernels.moe.gated_activation import gate as gate_kernel  # imports triton, which is not everywhere
+    from mxquant.kernels.moe.gated_activation import gated_activation  # imports triton, which is not everywhere
 
     experts, places, n, k = size
     w = quantize(torch.randn(experts, n, k, device=device).bfloat16(), case.format, rotation=rotation)
@@ -117,7 +117,7 @@ def test_gated_groups(
     ends = torch.randint(0, end + 1, (experts,), device=device).sort().values.to(torch.int32)
     ends[-1] = end
     groups = Groups(ends)
-    expected = grouped_product(gate_kernel(both, gate), weights, -1, groups)
+    expected = grouped_product(gated_activation(both, gate), weights, -1, groups)
     for byte in POISONS:
         with poisoned_workspaces(byte):
             y = grouped_product(both, weights, -1, groups, gate=gate)

@@ -15,16 +15,16 @@ import torch.nn.functional as F
 from matmul_reference import FORMATS
 from native_cases import TENSOR_CORE_CASES, TRITON_CASES, Case, needs_gpu
 
-from mxquant import quantize
+from mxquant import ops, quantize
 from mxquant.backends import Groups
 from mxquant.formats import ACTIVATION_FORMATS, get_format, resolve_scale_mode
 from mxquant.formats.block import dequantize_blocks
 from mxquant.formats.block import quantize_blocks as cast_twin
 from mxquant.kernels import has_triton
-from mxquant.modules.routing import route
+from mxquant.ops import route
 from mxquant.reference.fake_quantize import quantize_dequantize as fakequant_twin
 from mxquant.reference.gated_activation import GatedActivation
-from mxquant.reference.hadamard import rotate, rotated
+from mxquant.reference.hadamard import hadamard
 from mxquant.tensor import as_weight, grouped_product
 
 pytestmark = [
@@ -54,7 +54,7 @@ def test_cast_whole_blocks(format: str, dtype: torch.dtype, device: torch.device
     one = {"per_tensor_scale": torch.ones((), device=device)} if fmt.per_tensor else {}
     for rows in (1, 3, 130):
         x = torch.randn(rows, 96).to(dtype)
-        for rotation, expected in ((None, x), (fmt.block_size, rotate(x, fmt.block_size or 0))):
+        for rotation, expected in ((None, x), (fmt.block_size, hadamard(x, fmt.block_size or 0))):
             ours = quantize_blocks(x.to(device), fmt, rotation=rotation, **one)
             for mine, twin in zip(ours, cast_twin(expected.to(device), fmt, **one)):
                 assert torch.equal(mine, twin)
@@ -66,8 +66,8 @@ def test_fold_and_rotate(columns: int, device: torch.device) -> None:
 
     x = torch.randn(5, columns).bfloat16()
     x[3, 0] = torch.nan
-    expected = rotate(x, 32).bfloat16()
-    assert torch.equal(rotated(x[:3].to(device), 32, torch.bfloat16).cpu(), expected[:3])
+    expected = hadamard(x, 32).bfloat16()
+    assert torch.equal(ops.hadamard(x[:3].to(device), 32, torch.bfloat16).cpu(), expected[:3])
     for permute in (False, True):
         values, scales, before = fold_input(x.to(device), "even", permute=permute, rotated=True)
         twin, twin_scales = fold_activation_torch(x, "even", permute=permute, rotated=True)
@@ -78,7 +78,7 @@ def test_fold_and_rotate(columns: int, device: torch.device) -> None:
 
 @pytest.mark.parametrize("columns", [32, 96, 416, 16640])
 def test_gate_and_fold(columns: int, device: torch.device) -> None:
-    from mxquant.kernels.moe.gated_activation import gate
+    from mxquant.kernels.moe.gated_activation import gated_activation
     from mxquant.kernels.mxfp4_sm90.activation_fp8 import fold_input
 
     for known, mode, turned in itertools.product(
@@ -88,12 +88,12 @@ def test_gate_and_fold(columns: int, device: torch.device) -> None:
             continue
         both = torch.randn(5, 2 * columns, device=device).bfloat16()
         both[3, 0] = torch.nan
-        gated = gate(both, known)
+        gated = gated_activation(both, known)
         values, scales, before = fold_input(both, mode, permute=True, rotated=turned, gate=known)
         expected, expected_scales, _ = fold_input(gated, mode, permute=True, rotated=turned)
         assert torch.equal(values[:3].float(), expected[:3].float())
         assert torch.equal(scales.nan_to_num(), expected_scales.nan_to_num())
-        kept = rotated(gated[3:4], 32, torch.bfloat16)[0] if turned else gated[3]
+        kept = ops.hadamard(gated[3:4], 32, torch.bfloat16)[0] if turned else gated[3]
         assert torch.equal(before[3].nan_to_num(), kept.nan_to_num())
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from mxquant import MXTensor, explain, quantize
 from mxquant.formats import FORMATS, dequantize_blocks, quantize_blocks
-from mxquant.reference.hadamard import rotate
+from mxquant.reference.hadamard import hadamard
 from mxquant.tensor import as_weight
 
 pytestmark = needs_gpu
@@ -37,8 +37,8 @@ def test_products_of_rotated_operands(backend: str, activation: str | None, rows
     chosen = weight(w.to(device), activation, backend)
     assert explain(chosen).chosen == backend
     y = F.linear(x.to(device), chosen).cpu()
-    x_rotated = rotate(x, 32).bfloat16()
+    x_rotated = hadamard(x, 32).bfloat16()
     x64 = x_rotated.double() if activation is None else on_grid(x_rotated)
-    assert_product(y, x64, on_grid(rotate(w, 32)), None)
+    assert_product(y, x64, on_grid(hadamard(w, 32)), None)
     with pytest.raises(AssertionError):  # the control: an input that is not rotated
-        assert_product(y, on_grid(x), on_grid(rotate(w, 32)), None)
+        assert_product(y, on_grid(x), on_grid(hadamard(w, 32)), None)

@@ -18,7 +18,7 @@ from moe_reference import assert_block, block64, relative_error, routing, run
 import mxquant.integrations.transformers  # noqa: F401, registers the implementation
 from mxquant import dequantize_, experts_forward, quantize_, register_backend
 from mxquant.backends import Backend, Groups, Operand, Problem, emulation, unregister_backend
-from mxquant.modules.routing import route
+from mxquant.ops import route
 from mxquant.reference.gated_activation import GatedActivation
 from mxquant.tensor import as_weight
 

@@ -16,14 +16,14 @@ from torch import Tensor, nn
 
 from mxquant import MXTensor, dequantize_, flatten_state_dict, quantize, quantize_, summary, unflatten_state_dict
 from mxquant.backends import Groups
-from mxquant.reference.hadamard import rotate
+from mxquant.reference.hadamard import hadamard
 from mxquant.tensor import grouped_product
 
 M, N, K = 7, 10, 96
 
 
 def rotate64(x: Tensor, format: str) -> Tensor:
-    return rotate(x.double(), BLOCK[format])
+    return hadamard(x.double(), BLOCK[format])
 
 
 def rotated(w: Tensor, format: str, activation: str | None = None) -> MXTensor:
@@ -34,7 +34,7 @@ def rotated(w: Tensor, format: str, activation: str | None = None) -> MXTensor:
 def test_codes_are_those_of_the_rotated_values(format: str) -> None:
     w = torch.randn(N, K)
     weight = rotated(w, format)
-    expected = quantize(rotate(w, BLOCK[format]), format)
+    expected = quantize(hadamard(w, BLOCK[format]), format)
     assert torch.equal(weight.qdata, expected.qdata)
     assert torch.equal(weight.scale, expected.scale)
     assert not torch.equal(weight.qdata, quantize(w, format).qdata)
@@ -67,7 +67,7 @@ def test_it_stands_for_the_original_values(format: str, axis: int) -> None:
 def test_linear(format: str, activation: str | None) -> None:
     x, w, bias = torch.randn(M, K), torch.randn(N, K), torch.randn(N)
     weight = rotated(w, format, activation)
-    x_rotated = rotate(x, BLOCK[format])
+    x_rotated = hadamard(x, BLOCK[format])
     y = F.linear(x, weight, bias)
     assert_product(y, activation64(x_rotated, activation), decode64(weight), bias)
     with pytest.raises(AssertionError):
@@ -79,7 +79,7 @@ def test_the_rotated_input_is_rounded_to_its_dtype(dtype: torch.dtype) -> None:
     x, weight = torch.randn(M, K).to(dtype), rotated(torch.randn(N, K).to(dtype), "mxfp4", "mxfp4")
     y = F.linear(x, weight)
     assert y.dtype == dtype
-    assert_product(y, activation64(rotate(x, 32).to(dtype), "mxfp4"), decode64(weight))
+    assert_product(y, activation64(hadamard(x, 32).to(dtype), "mxfp4"), decode64(weight))
 
 
 def test_weight_only_computes_with_the_original_values() -> None:
@@ -159,7 +159,7 @@ def test_a_damaged_rotation_is_refused(rotation: str) -> None:
 
 def test_it_is_not_copied_into_an_unrotated_tensor_nor_joined_nor_equal() -> None:
     w = torch.randn(N, K)
-    a, b = quantize(w, "mxfp4", rotation=32), quantize(rotate(w, 32), "mxfp4")
+    a, b = quantize(w, "mxfp4", rotation=32), quantize(hadamard(w, 32), "mxfp4")
     with pytest.raises(ValueError, match="rotation"):
         b.copy_(a)
     with pytest.raises(ValueError, match="rotation"):

@@ -14,8 +14,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mxquant.kernels import reject_unlisted
 from mxquant.kernels.primitives.bf16x2 import halves, nearest_pair
-from mxquant.kernels.primitives.numerics import INTERPRETED, from_fp32
+from mxquant.kernels.primitives.numerics import DTYPES, INTERPRETED, from_fp32
 from mxquant.kernels.primitives.thread_block import four_pairs, four_words, joined_words
 from mxquant.kernels.runtime.launch import cached_launch, cdiv
 from mxquant.reference.gated_activation import GatedActivation
@@ -41,8 +42,15 @@ _ROUNDED_PTX = tl.constexpr(
 )
 
 
-def gate(both_S2F: Tensor, known: GatedActivation) -> Tensor:
-    """`known` of gates and ups.
+def reject(both_S2F: Tensor) -> str | None:
+    """None if the kernel reads gates and ups of this dtype and layout, else the reason why not."""
+    if reason := reject_unlisted("dtype", both_S2F.dtype, DTYPES):
+        return reason
+    return None if both_S2F.is_contiguous() else "reads contiguous gates and ups only"
+
+
+def gated_activation(both_S2F: Tensor, gate: GatedActivation) -> Tensor:
+    """`gate` of gates and ups.
 
     Args:
         both_S2F: contiguous, half precision or fp32.
@@ -53,7 +61,7 @@ def gate(both_S2F: Tensor, known: GatedActivation) -> Tensor:
     places, width = both_S2F.shape[0], both_S2F.shape[1] // 2
     out = torch.empty(places, width, dtype=both_S2F.dtype, device=both_S2F.device)
     with torch.cuda.device_of(both_S2F):
-        _gate_kernel[(places, cdiv(width, 1024))](both_S2F, out, width, GATE=known, BLOCK=1024)
+        _gate_kernel[(places, cdiv(width, 1024))](both_S2F, out, width, GATE=gate, BLOCK=1024)
     return out
 
 

@@ -1,6 +1,6 @@
 """To the experts and back: token-expert pairs sorted by expert in one launch, and their outputs added up in another.
 
-Twins: `mxquant.modules.routing`, where they are described, too.
+Twins: `mxquant.reference.routing`, where they are described, too.
 
 Shape suffixes: T tokens, K choices a token, S = T K sorted places, E experts, H width of a token.
 """
@@ -12,12 +12,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mxquant.kernels.primitives.numerics import from_fp32
+from mxquant.kernels import reject_unlisted
+from mxquant.kernels.primitives.numerics import DTYPES, from_fp32
 from mxquant.kernels.runtime.launch import cached_launch, cdiv, next_power_of_2
+from mxquant.reference.routing import Routing
 
 
-def route(ids_TK: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Offsets, order and places of `Routing`."""
+def route(ids_TK: Tensor, experts: int) -> Routing:
+    """`ids_TK` int32 or int64, at least one."""
     ids = ids_TK.contiguous()
     offsets = torch.empty(experts, dtype=torch.int32, device=ids.device)
     # Not one tensor for both: of an odd number of pairs the second would not be aligned.
@@ -26,7 +28,7 @@ def route(ids_TK: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
     block = max(16, min(1024, next_power_of_2(ids.numel())))
     with torch.cuda.device_of(ids):
         _route_kernel[(experts + 1,)](ids, offsets, order, place, ids.numel(), experts, BLOCK=block)
-    return offsets, order, place
+    return Routing(offsets, order, place, ids_TK)
 
 
 @cached_launch
@@ -66,17 +68,23 @@ def _expert_of(ids: tl.tensor, pair: tl.tensor, S: tl.tensor, E: tl.tensor) -> t
     return tl.where(pair < S, local, E + 1)
 
 
-def combine(
-    y_SH: Tensor, place_S: Tensor, ids_TK: Tensor, weights_TK: Tensor | None, experts: int, dtype: torch.dtype
-) -> Tensor:
+def reject_combine(y_SH: Tensor) -> str | None:
+    """None if the kernel adds up outputs of this dtype and layout, else the reason why not."""
+    if reason := reject_unlisted("dtype", y_SH.dtype, DTYPES):
+        return reason
+    return None if y_SH.is_contiguous() and y_SH.numel() else "reads contiguous outputs only, of one pair at least"
+
+
+def combine(y_SH: Tensor, routing: Routing, weights_TK: Tensor | None, dtype: torch.dtype) -> Tensor:
     """`y_SH` half precision or fp32; `weights_TK` any float dtype, None: 1."""
+    ids_TK, experts = routing.ids_TK, routing.offsets_E.shape[0]
     tokens, choices = ids_TK.shape
     width = y_SH.shape[1]
     out = torch.empty(tokens, width, dtype=dtype, device=y_SH.device)
     weights = y_SH if weights_TK is None else weights_TK.contiguous()
     with torch.cuda.device_of(y_SH):
         _combine_kernel[(tokens, cdiv(width, 1024))](
-            y_SH, place_S, ids_TK.contiguous(), weights, out, width, choices, experts,
+            y_SH, routing.place_S, ids_TK.contiguous(), weights, out, width, choices, experts,
             WEIGHTED=weights_TK is not None, BLOCK=1024,
         )  # fmt: skip
     return out

@@ -52,7 +52,7 @@ from mxquant.kernels.primitives.thread_block import (
 from mxquant.kernels.runtime.launch import cached_launch, cdiv, next_power_of_2
 from mxquant.kernels.runtime.plan import Buffer, Step
 from mxquant.reference.gated_activation import GatedActivation
-from mxquant.reference.hadamard import rotate
+from mxquant.reference.hadamard import hadamard
 
 _MXFP4 = FORMATS["mxfp4"]
 # Of the row's largest block exponent in E5M2: 6 x 2^13 <= 57344.
@@ -149,7 +149,7 @@ def fold_input(
 def fold_activation_torch(x: Tensor, scale_mode: str, *, permute: bool, rotated: bool = False) -> tuple[Tensor, Tensor]:
     """The twin of `fold_activation`; rows that do not fit hold whatever the casts give."""
     m, k = x.shape
-    x = rotate(x, 32).to(x.dtype) if rotated else x
+    x = hadamard(x, 32).to(x.dtype) if rotated else x
     qdata, scale = quantize_blocks(x, _MXFP4, scale_mode)
     exponent = scale.int()
     empty = ((qdata.unflatten(1, (k // 32, 16)) & 0x77).amax(-1) == 0) & (exponent != 255)

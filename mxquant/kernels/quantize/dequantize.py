@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mxquant.formats.spec import Format
+from mxquant.kernels import reject_unlisted
 from mxquant.kernels.primitives.numerics import (
     DTYPES,
     decode,
@@ -26,6 +27,13 @@ _WARPS = 4
 _UNIT = 8
 # Steps along a row that one program takes, at most.
 _STEPS = 4
+
+FORMATS = ("mxfp4", "mxfp6_e2m3", "mxfp6_e3m2", "mxfp8_e4m3", "mxfp8_e5m2", "nvfp4")
+
+
+def reject(fmt: Format) -> str | None:
+    """None if the kernel decodes the format, else the reason why not."""
+    return reject_unlisted("weights in format", fmt.name, FORMATS)
 
 
 def dequantize(
@@ -64,6 +72,7 @@ def dequantize(
             source.shape[1],
             **element_constants(fmt.element),
             BLOCK=fmt.block_size,
+            SCALE=fmt.scale_format,
             UNIT=_UNIT,
             DTYPE=DTYPES[dtype],
             ROWS=threads // columns,
@@ -104,6 +113,7 @@ def _dequantize_kernel(
     MANTISSA_BITS: tl.constexpr,
     MAX_CODE: tl.constexpr,
     BLOCK: tl.constexpr,
+    SCALE: tl.constexpr,
     UNIT: tl.constexpr,
     DTYPE: tl.constexpr,
     ROWS: tl.constexpr,
@@ -131,7 +141,7 @@ def _dequantize_kernel(
         )
         block = scale_ptr + row * scale_row_stride + (unit * UNIT // BLOCK) * scale_column_stride
         byte = tl.load(block, mask=inside, other=0).to(tl.int32)
-        block_scale = e4m3_to_float(byte) if BLOCK == 16 else e8m0_to_float(byte)
+        block_scale = e4m3_to_float(byte) if SCALE == "e4m3" else e8m0_to_float(byte)
         value = decode(codes, EXPONENT_BITS, MANTISSA_BITS, MAX_CODE) * block_scale[:, :, None]
         column = unit[:, :, None] * UNIT + place - block_offset
         keep = keep_row[:, :, None] & (column >= 0) & (column < length)

@@ -10,8 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mxquant.formats.convert import to_fp32
 from mxquant.formats.spec import ELEMENT_FORMATS, Format
+from mxquant.kernels import reject_unlisted
 from mxquant.kernels.primitives.numerics import (
     DTYPES,
     e4m3_from_amax,
@@ -32,6 +32,18 @@ _LONGEST_ROW = 16384
 _TILE = 1024
 _NVFP4_LARGEST = ELEMENT_FORMATS["e2m1"].max_value * ELEMENT_FORMATS["e4m3"].max_value
 
+FORMATS = ("mxfp4", "mxfp6_e2m3", "mxfp6_e3m2", "mxfp8_e4m3", "mxfp8_e5m2", "nvfp4", "fp8_e4m3", "fp8_e5m2")
+SCALE_MODES = ("floor", "even", "ceil", "rceil", "even_fp4")
+
+
+def reject(fmt: Format, scale_mode: str | None, dtype: torch.dtype) -> str | None:
+    """None if the kernel quantizes `dtype` to the format in that scale mode and back, else the reason why not."""
+    return (
+        reject_unlisted("activations in format", fmt.name, FORMATS)
+        or (scale_mode and reject_unlisted("activations in scale mode", scale_mode, SCALE_MODES))
+        or reject_unlisted("activations of dtype", dtype, DTYPES)
+    )
+
 
 def quantize_dequantize(
     x: Tensor, fmt: Format, scale_mode: str | None, static_scale: Tensor | None, dtype: torch.dtype
@@ -39,8 +51,6 @@ def quantize_dequantize(
     """The values that `x` [M, K] has in `fmt`, in `dtype` (bf16, fp16 or fp32), and the fp32 factor [M, 1] that
     completes them, or None; arguments and results are those of the twin.
     """
-    if x.dtype == torch.float64:
-        x = to_fp32(x)
     rows, length = x.shape
     values = torch.empty(rows, length, dtype=dtype, device=x.device)
     if fmt.scale_format == "e8m0":

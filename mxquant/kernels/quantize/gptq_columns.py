@@ -3,7 +3,7 @@
 A program has some rows of the weight with all the block's columns in registers, and does what GPTQ does to them: rows
 do not depend on each other.
 
-Twin: `round_columns_torch` of `mxquant.reference.gptq_columns`, equal bit by bit where products and sums are
+Twin: `mxquant.reference.gptq_columns`, equal bit by bit where products and sums are
 exact. Where they are not, they are rounded once here; in torch, once or twice, as a device's vectors are long.
 
 Legend: K columns of the block, N rows of the weight; both tensors of a weight have a column of it in each row.
@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mxquant.formats.spec import ElementFormat
+from mxquant.kernels import reject_unlisted
 from mxquant.kernels.primitives.numerics import element_constants, round_to_element
 from mxquant.kernels.runtime.launch import cached_launch, cdiv, next_power_of_2
 
@@ -24,8 +25,15 @@ from mxquant.kernels.runtime.launch import cached_launch, cdiv, next_power_of_2
 # operations.
 _ROWS, _INTERPRETED = 32, 1024
 
+ELEMENTS = ("e2m1", "e2m3", "e3m2", "e4m3", "e5m2")
 
-def round_columns(w_KN: Tensor, unit_KN: Tensor, factor_KK: Tensor, element: ElementFormat) -> tuple[Tensor, Tensor]:
+
+def reject(element: ElementFormat) -> str | None:
+    """None if the kernel rounds to the element format, else the reason why not."""
+    return reject_unlisted("element format", element.name, ELEMENTS)
+
+
+def gptq_columns(w_KN: Tensor, unit_KN: Tensor, factor_KK: Tensor, element: ElementFormat) -> tuple[Tensor, Tensor]:
     """Arguments and results are those of the twin; `w_KN` is only read."""
     k, n = w_KN.shape
     rounded_KN, error_KN = torch.empty_like(w_KN), torch.empty_like(w_KN)

@@ -1,6 +1,6 @@
 """The block Hadamard rotation in one launch, on a GPU, for what is not quantized next.
 
-Twin: `rotate` of `mxquant.reference.hadamard`, rounded to the wanted dtype, equal bit by bit.
+Twin: `mxquant.reference.hadamard`, rounded to the wanted dtype, equal bit by bit.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mxquant.kernels import reject_unlisted
 from mxquant.kernels.primitives.hadamard import rotate_block
 from mxquant.kernels.primitives.numerics import DTYPES, from_fp32
 from mxquant.kernels.primitives.thread_block import fp32_values, joined_words, load_block
@@ -18,8 +19,19 @@ from mxquant.kernels.runtime.launch import cached_launch, cdiv
 # Blocks of a program, one in each thread; more in the interpreter, which spends its time on operations.
 _BLOCKS, _INTERPRETED = 128, 1024
 
+SIZES = (16, 32)
 
-def rotate(x: Tensor, size: int, dtype: torch.dtype) -> Tensor:
+
+def reject(size: int, given: torch.dtype, wanted: torch.dtype) -> str | None:
+    """None if the kernel rotates blocks of `size` from one dtype to the other, else the reason why not."""
+    return (
+        reject_unlisted("a rotation of size", size, SIZES)
+        or reject_unlisted("dtype", given, DTYPES)
+        or reject_unlisted("dtype", wanted, DTYPES)
+    )
+
+
+def hadamard(x: Tensor, size: int, dtype: torch.dtype) -> Tensor:
     """`x` [..., K], bf16, fp16 or fp32, rotated in blocks of 16 or 32 in fp32 and rounded once, to one of those."""
     x = x.contiguous()
     if x.data_ptr() % 16:

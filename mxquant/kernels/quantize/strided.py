@@ -3,7 +3,8 @@
 Whole blocks that lie one after the other are quantized by `cast_blocks`. Here is the kernel for the rest: any strides,
 partial blocks, per-tensor scales of each row.
 
-Twin: `quantize_blocks` of `mxquant.formats.block`, after `rotate` where blocks are rotated, equal byte by byte.
+Twin: `quantize_blocks` of `mxquant.formats.block`, after `mxquant.reference.hadamard` where blocks are rotated, equal
+byte by byte.
 """
 
 from __future__ import annotations
@@ -16,10 +17,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mxquant.formats.convert import to_fp32
 from mxquant.formats.scale import nvfp4_per_tensor_scale
 from mxquant.formats.spec import Format, resolve_scale_mode
+from mxquant.kernels import reject_unlisted
 from mxquant.kernels.primitives.numerics import (
+    DTYPES,
     divide_blocks,
     e4m3_from_amax,
     e4m3_to_float,
@@ -31,8 +33,11 @@ from mxquant.kernels.primitives.numerics import (
     saturates,
 )
 from mxquant.kernels.quantize.contiguous import quantize_whole_blocks, takes
+from mxquant.kernels.quantize.hadamard import hadamard
 from mxquant.kernels.runtime.launch import cached_launch, cdiv, next_power_of_2
-from mxquant.reference.hadamard import rotated
+
+FORMATS = ("mxfp4", "mxfp6_e2m3", "mxfp6_e3m2", "mxfp8_e4m3", "mxfp8_e5m2", "nvfp4")
+SCALE_MODES = ("floor", "even", "ceil", "rceil", "even_fp4")
 
 
 class Tile(NamedTuple):
@@ -48,6 +53,15 @@ _LARGE, _SMALL = 4096, 1024
 _TILES_WANTED = 1024
 # Where neighbours in memory are rows, a tile is square enough to load and to store whole sectors.
 _ACROSS_ROWS = Tile(64, 128, 8)
+
+
+def reject(fmt: Format, scale_mode: str, dtype: torch.dtype) -> str | None:
+    """None if the kernels quantize `dtype` to the format in that scale mode, else the reason why not."""
+    return (
+        reject_unlisted("format", fmt.name, FORMATS)
+        or reject_unlisted("scale mode", scale_mode, SCALE_MODES)
+        or reject_unlisted("dtype", dtype, DTYPES)
+    )
 
 
 def quantize_blocks(
@@ -72,12 +86,10 @@ def quantize_blocks(
     mode = resolve_scale_mode(fmt, scale_mode)
     if rotation is not None:
         one_scale = not fmt.per_tensor or (per_tensor_scale is not None and per_tensor_scale.numel() == 1)
-        if not one_scale or x.dtype == torch.float64:
-            x, rotation = rotated(x, rotation, torch.promote_types(x.dtype, torch.float32)), None
+        if not one_scale:
+            x, rotation = hadamard(x, rotation, torch.float32), None
         elif not takes(x, fmt):
             x = x.clone(memory_format=torch.contiguous_format)
-    if x.dtype == torch.float64:
-        x = to_fp32(x)
     lead, length = x.shape[:-1], x.shape[-1]
     if fmt.per_tensor:
         if per_tensor_scale is None:

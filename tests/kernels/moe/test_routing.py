@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from mxquant.kernels.moe.gated_activation import gate
+from mxquant.kernels.moe.gated_activation import gated_activation
 from mxquant.kernels.moe.routing import combine, route
-from mxquant.modules import routing
+from mxquant.reference import routing
 from mxquant.reference.gated_activation import GatedActivation
 
 
@@ -53,11 +53,12 @@ def test_sums_are_those_of_the_twin(
     weights = None if weights_dtype is None else torch.rand(9, 4).to(weights_dtype)
     if weights is not None:
         weights[~routed.is_local_TK] = torch.nan
+    on_device = routing.Routing(*(tensor.to(device) for tensor in routed))
     there = None if weights is None else weights.to(device)
-    ours = combine(y.to(device), routed.place_S.to(device), ids.to(device), there, 6, torch.float32)
+    ours = combine(y.to(device), on_device, there, torch.float32)
     expected = routing.combine(y, routed, weights, torch.float32)
     torch.testing.assert_close(ours.cpu(), expected, rtol=0, atol=8 * 2**-24 * y.float().abs().max().item())
-    half = combine(y.to(device), routed.place_S.to(device), ids.to(device), there, 6, torch.bfloat16)
+    half = combine(y.to(device), on_device, there, torch.bfloat16)
     assert torch.equal(half.cpu(), ours.cpu().bfloat16())
 
 
@@ -78,7 +79,7 @@ def test_gates_are_those_of_the_twin(
     """Each step is rounded alike; the exponential may differ in its last bit, and so each of four steps by an ulp."""
     both = (4 * torch.randn(7, 2 * width)).to(dtype)
     both[2, 3], both[3, 4] = torch.nan, torch.inf
-    ours = gate(both.to(device), known)
+    ours = gated_activation(both.to(device), known)
     expected = known(None, both)
     rtol = 4 * torch.finfo(dtype).eps
     torch.testing.assert_close(ours.cpu(), expected, rtol=rtol, atol=rtol * 1e-3, equal_nan=True)
@@ -86,6 +87,6 @@ def test_gates_are_those_of_the_twin(
 
 def test_gate_and_up_swapped_would_show(device: torch.device) -> None:
     both = torch.randn(3, 64).bfloat16()
-    ours = gate(both.to(device), GatedActivation(False)).cpu()
+    ours = gated_activation(both.to(device), GatedActivation(False)).cpu()
     assert not torch.allclose(ours, GatedActivation(False)(None, both.roll(32, 1)), rtol=0.1)
     assert not torch.allclose(ours, GatedActivation(True)(None, both), rtol=0.1)

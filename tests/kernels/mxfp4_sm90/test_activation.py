@@ -12,7 +12,7 @@ from mxquant.kernels.mxfp4_sm90.activation_fp8 import (
     fold_bfloat16_torch,
     fold_input,
 )
-from mxquant.reference.hadamard import rotate
+from mxquant.reference.hadamard import hadamard
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
@@ -41,7 +41,7 @@ def test_rotated_rows_are_those_of_the_twin(permute: bool, device: torch.device)
     assert fit.tolist() == [row not in (4, 5, 6) for row in range(9)]
     assert torch.equal(values.cpu()[fit].float(), expected[fit].float())
     assert torch.equal(scales.cpu().nan_to_num(), expected_scales.nan_to_num())
-    torch.testing.assert_close(into.cpu()[~fit], rotate(x.cpu(), 32).bfloat16()[~fit], rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(into.cpu()[~fit], hadamard(x.cpu(), 32).bfloat16()[~fit], rtol=0, atol=0, equal_nan=True)
     # The control: without the rotation.
     plain, _ = fold_activation_torch(x.cpu(), "even", permute=permute)
     assert not torch.equal(values.cpu()[0].float(), plain[0].float())
@@ -54,7 +54,7 @@ def test_rotated_rows_longer_than_a_program_holds(device: torch.device) -> None:
     expected, expected_scales = fold_activation_torch(x.cpu(), "even", permute=True, rotated=True)
     assert torch.equal(values.cpu()[0].float(), expected[0].float())
     assert torch.equal(scales.cpu().nan_to_num(), expected_scales.nan_to_num())
-    assert torch.equal(into.cpu()[1], rotate(x[1].cpu(), 32).bfloat16())
+    assert torch.equal(into.cpu()[1], hadamard(x[1].cpu(), 32).bfloat16())
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -9,13 +9,13 @@ from torch import Tensor
 
 from kernels.mxfp4_sm90.packed_weights import weight
 from mxquant.kernels.moe import gated_activation as gate_rows
-from mxquant.kernels.moe.gated_activation import gate
+from mxquant.kernels.moe.gated_activation import gated_activation
 from mxquant.kernels.mxfp4_sm90 import activation_fp8 as fold
 from mxquant.kernels.mxfp4_sm90.activation_fp8 import fold_input
 from mxquant.kernels.mxfp4_sm90.grouped_gemm import multiply_groups
 from mxquant.kernels.runtime.plan import Step
 from mxquant.reference.gated_activation import GatedActivation
-from mxquant.reference.hadamard import rotate
+from mxquant.reference.hadamard import hadamard
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
@@ -68,7 +68,7 @@ def test_gated_rows_are_those_of_the_gate_folded(
     written.
     """
     both = gates_and_ups(known, columns)
-    gated = gate(both.to(device), known)
+    gated = gated_activation(both.to(device), known)
     expected, scales, _ = fold_input(gated, mode, permute=True, rotated=rotated)
     with poisoned_workspaces(byte):
         given = amid_poison(both, byte).to(device)
@@ -80,7 +80,7 @@ def test_gated_rows_are_those_of_the_gate_folded(
     assert same_values(ours, scales)
     bits = torch.int16 if mode is None else torch.uint8
     assert torch.equal(values.view(bits)[~unfit], expected.view(bits)[~unfit])
-    kept = rotate(gated, 32).bfloat16() if rotated else gated
+    kept = hadamard(gated, 32).bfloat16() if rotated else gated
     assert same_values(before[unfit], kept[unfit])
     assert (before[~unfit].view(torch.uint8) == byte).all()
 
@@ -100,7 +100,7 @@ def test_another_gate_would_show(known: GatedActivation, mode: str | None, devic
     both = gates_and_ups(known, 96)[:4].to(device)
     values, _, _ = fold_input(both, mode, permute=True, gate=known)
     for name, (other, given) in broken(known, both).items():
-        expected, _, _ = fold_input(gate(given.contiguous(), other), mode, permute=True)
+        expected, _, _ = fold_input(gated_activation(given.contiguous(), other), mode, permute=True)
         assert not torch.equal(values.float(), expected.float()), name
 
 
@@ -129,7 +129,7 @@ def test_rows_longer_than_a_program_holds(device: torch.device, monkeypatch: pyt
         both = torch.randn(2, 2 * 416).bfloat16().to(device)
         both[1, :64] *= 2.0**-60
         values, scales, before = fold_input(both, mode, permute=True, gate=OSS)
-        gated = gate(both, OSS)
+        gated = gated_activation(both, OSS)
         expected, expected_scales, _ = fold_input(gated, mode, permute=True)
         assert same_values(scales, expected_scales)
         assert scales.isnan().squeeze(1).tolist() == [False, True]
@@ -152,7 +152,7 @@ def test_groups_of_gated_rows(
     both = gates_and_ups(known, columns).to(device)
     bias, offsets = torch.randn(3, 64, device=device), torch.tensor([1, 1, 7], dtype=torch.int32, device=device)
     arguments = (words, bytes_, bias, offsets, None, 64, mode, torch.float32)
-    expected = multiply_groups(gate(both, known), *arguments, rotated=rotated)
+    expected = multiply_groups(gated_activation(both, known), *arguments, rotated=rotated)
     monkeypatch.setattr(gate_rows, "_gate_kernel", None)
     with poisoned_workspaces(0xFF):
         y = multiply_groups(both, *arguments, gate=known, rotated=rotated)
@@ -162,5 +162,5 @@ def test_groups_of_gated_rows(
     assert y[5:7].isnan().all()
     assert not y[7].any()
     monkeypatch.undo()
-    skipped = multiply_groups(gate(both, known), *arguments[:-2], None if mode else "even", torch.float32)
+    skipped = multiply_groups(gated_activation(both, known), *arguments[:-2], None if mode else "even", torch.float32)
     assert not torch.allclose(y[:4], skipped[:4], rtol=1e-3)  # quantized or not, that shows

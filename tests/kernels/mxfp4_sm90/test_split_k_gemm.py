@@ -13,8 +13,8 @@ from kernels.mxfp4_sm90.rescaled_rows import MXFP4
 from mxquant.formats import dequantize_blocks, quantize_blocks
 from mxquant.kernels.mxfp4_sm90.grouped_gemm import multiply_groups
 from mxquant.kernels.mxfp4_sm90.split_k_gemm import multiply_few
-from mxquant.modules.routing import route
-from mxquant.reference.hadamard import rotate
+from mxquant.ops import route
+from mxquant.reference.hadamard import hadamard
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
@@ -54,7 +54,7 @@ def test_rows_rotated_on_the_way(device: torch.device) -> None:
     x, _ = activations(5, 288, "even")
     x[-1, :32] *= 2.0**-60
     y = multiply_few(x.to(device), *on_device, None, 64, "even", torch.float32, rotated=True)
-    before = rotate(x, 32).bfloat16().to(device)
+    before = hadamard(x, 32).bfloat16().to(device)
     assert torch.equal(y, multiply_few(before, *on_device, None, 64, "even", torch.float32))
     assert not torch.equal(y, multiply_few(x.to(device), *on_device, None, 64, "even", torch.float32))
     offsets = torch.tensor([2, 5], dtype=torch.int32, device=device)

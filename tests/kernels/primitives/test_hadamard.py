@@ -9,7 +9,7 @@ from torch import Tensor
 from mxquant.kernels.primitives.hadamard import rotate_block
 from mxquant.kernels.primitives.thread_block import fp32_values, load_block
 from mxquant.kernels.quantize import hadamard as rotate_blocks
-from mxquant.reference.hadamard import rotate
+from mxquant.reference.hadamard import hadamard
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
@@ -39,7 +39,7 @@ def test_the_bits_of_the_twin(size: int, device: torch.device) -> None:
     x = torch.randn(BLOCKS, size) * torch.exp2(torch.randint(-30, 30, (BLOCKS, size)))
     x[0, 3], x[1, 5], x[2], x[3, :2] = torch.nan, torch.inf, 2.0**127, torch.tensor([torch.inf, -torch.inf])
     x[4], x[5] = torch.randn(size) * 2.0**-140, 0.0
-    assert same_bits(in_registers(x.to(device)), rotate(x, size))
+    assert same_bits(in_registers(x.to(device)), hadamard(x, size))
 
 
 @pytest.mark.parametrize("size", [16, 32])
@@ -48,8 +48,8 @@ def test_another_order_of_stages_gives_other_bits(size: int, device: torch.devic
     x = torch.randn(BLOCKS, size)
     width = size.bit_length() - 1
     reversed_bits = torch.tensor([int(f"{i:0{width}b}"[::-1], 2) for i in range(size)])
-    another = rotate(x[:, reversed_bits], size)[:, reversed_bits]
-    torch.testing.assert_close(another, rotate(x, size), rtol=0, atol=1e-5)  # of sums of 32 near 1, in fp32
+    another = hadamard(x[:, reversed_bits], size)[:, reversed_bits]
+    torch.testing.assert_close(another, hadamard(x, size), rtol=0, atol=1e-5)  # of sums of 32 near 1, in fp32
     ours = in_registers(x.to(device))
     assert not same_bits(ours, another)
     assert not same_bits(ours, x)
@@ -62,10 +62,10 @@ def test_in_one_launch(size: int, dtype: torch.dtype, to: torch.dtype, device: t
     x = torch.randn(3, 431, 2 * size).to(dtype)
     x[0, 1], x[0, 2, 3], x[0, 3, 5] = 0.0, torch.nan, torch.inf
     x[0, 4] = torch.finfo(torch.bfloat16).max
-    expected = rotate(x, size).to(to)
+    expected = hadamard(x, size).to(to)
     for given in (x, x.transpose(1, 2).contiguous().transpose(1, 2)):
-        ours = rotate_blocks.rotate(given.to(device), size, to)
+        ours = rotate_blocks.hadamard(given.to(device), size, to)
         assert same_bits(ours.float(), expected.float())
         assert ours.dtype == to
-    assert rotate_blocks.rotate(x[:0].to(device), size, to).shape == (0, 431, 2 * size)
+    assert rotate_blocks.hadamard(x[:0].to(device), size, to).shape == (0, 431, 2 * size)
     assert not same_bits(ours.float(), x.to(to).float())

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from mxquant.formats import WEIGHT_FORMATS, get_format
-from mxquant.kernels.quantize.gptq_columns import round_columns
-from mxquant.reference.gptq_columns import round_columns_torch
+from mxquant.kernels.quantize.gptq_columns import gptq_columns
+from mxquant.reference.gptq_columns import gptq_columns as twin
 
 SHAPES = [(32, 96), (16, 1), (5, 33), (1, 7)]
 
@@ -31,12 +31,12 @@ def test_bits_of_the_twin(name: str, size: int, rows: int, per_column: bool, dev
         unit = unit * 1.375
     unit = unit.expand(size, rows)
     element = get_format(name).element
-    found = round_columns(w.to(device), unit.to(device), factor.to(device), element)
-    expected = round_columns_torch(w.clone(), unit, factor, element)
+    found = gptq_columns(w.to(device), unit.to(device), factor.to(device), element)
+    expected = twin(w.clone(), unit, factor, element)
     for ours, wanted in zip(found, expected, strict=True):
         assert torch.equal(ours.cpu().view(torch.int32), wanted.view(torch.int32))
     if rows * size > 1000:  # the control: columns that are rounded each for itself
-        apart = round_columns_torch(w.clone(), unit, factor.diagonal().diag(), element)
+        apart = twin(w.clone(), unit, factor.diagonal().diag(), element)
         assert not torch.equal(apart[0], expected[0])
 
 
@@ -53,8 +53,8 @@ def test_codes_of_the_twin_on_ordinary_weights(name: str, device: torch.device) 
     w, factor = torch.randn(32, 4096), correlated_factor(32)
     unit = (torch.rand(1, 4096) + 0.2).expand_as(w)
     element = get_format(name).element
-    found = round_columns(w.to(device), unit.to(device), factor.to(device), element)
-    expected = round_columns_torch(w.clone(), unit, factor, element)
+    found = gptq_columns(w.to(device), unit.to(device), factor.to(device), element)
+    expected = twin(w.clone(), unit, factor, element)
     # 32 sums a weight, each off by 2^-24 of some units, change a code of steps of half a unit for one weight in a
     # million; a row that has one counts with its 32.
     assert (found[0].cpu() != expected[0]).any(0).float().mean() < 1e-3

@@ -11,8 +11,8 @@ from torch import Tensor
 from mxquant.formats import FORMATS, WEIGHT_FORMATS, get_format
 from mxquant.formats.block import quantize_blocks as twin
 from mxquant.kernels.quantize import contiguous as cast_blocks
-from mxquant.kernels.quantize.strided import quantize_blocks
-from mxquant.reference.hadamard import rotate
+from mxquant.kernels.quantize.strided import quantize_blocks, reject
+from mxquant.reference.hadamard import hadamard
 
 # Overflow and NaN are wanted here; NumPy, which Triton's interpreter computes with, warns of them.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -43,7 +43,7 @@ def check(x: Tensor, name: str, mode: str | None = None, *, rotation: int | None
     """The codes, once they and the scales are those of the twin."""
     fmt = get_format(name)
     qdata, scale = quantize_blocks(x, fmt, mode, rotation=rotation, **options)  # type: ignore[arg-type]
-    x = x if rotation is None else rotate(x, rotation)
+    x = x if rotation is None else hadamard(x, rotation)
     host = {key: value.cpu() if isinstance(value, Tensor) else value for key, value in options.items()}
     expected_qdata, expected_scale = twin(x.cpu(), fmt, mode, **host)  # type: ignore[arg-type]
     assert qdata.dtype == scale.dtype == torch.uint8
@@ -73,7 +73,7 @@ def test_without_the_instructions_of_newer_gpus(
         check(x.bfloat16().to(device), name, mode, rotation=FORMATS[name].block_size if rotated else None)
 
 
-@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", WEIGHT_FORMATS)
 def test_rotated(name: str, dtype: torch.dtype, device: torch.device) -> None:
     """Blocks whose maximum is rotated into every place, ordinary ones, and those that hold Inf and NaN."""
@@ -158,9 +158,13 @@ def test_given_per_tensor_scales(device: torch.device) -> None:
     check(torch.full((2, 32), 2.0**100, device=device), "nvfp4", per_tensor_scale=torch.tensor(1e-25, device=device))
 
 
-def test_fp64_is_rounded_once(device: torch.device) -> None:
-    x = torch.tensor([[6.0, 2.5 + 2.0**-40, 2.5 - 2.0**-40, -0.25, 5.0]], dtype=torch.float64)
-    check(x.to(device), "mxfp4")
+def test_fp64_searched_scales_and_rows_of_fp8_are_declined() -> None:
+    assert reject(FORMATS["mxfp4"], "even", torch.float32) is None
+    assert reject(FORMATS["mxfp4"], "even", torch.float64) == (
+        "has no kernel for dtype float64, only for bfloat16, float16, float32"
+    )
+    assert "scale mode mse" in str(reject(FORMATS["mxfp4"], "mse", torch.float32))
+    assert "format fp8_e4m3" in str(reject(FORMATS["fp8_e4m3"], "even", torch.float32))
 
 
 @pytest.mark.parametrize("name", [name for name in WEIGHT_FORMATS if name != "nvfp4"])

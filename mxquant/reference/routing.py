@@ -12,8 +12,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mxquant.tensor.eager import runs_kernels
-
 
 class Routing(NamedTuple):
     """Places sorted by expert, and what is needed to go there and back."""
@@ -43,26 +41,19 @@ class Routing(NamedTuple):
         return ids.flatten()[self.order_S].to(torch.int64)
 
 
-def route(top_k_index: Tensor, num_experts: int) -> Routing:
+def route(ids_TK: Tensor, experts: int) -> Routing:
     """Sort token-expert pairs by expert; pairs of one expert keep their order.
 
     Args:
-        top_k_index: integers [T, K]; what is not in 0..num_experts-1 sorts to the end, beyond the last offset.
+        ids_TK: int32 or int64; ids outside 0..experts-1 sort to the end, beyond the last offset.
     """
-    if top_k_index.dtype not in (torch.int32, torch.int64):
-        top_k_index = top_k_index.to(torch.int64)  # a narrow type may not hold num_experts
-    if runs_kernels(top_k_index) and top_k_index.numel():
-        from mxquant.kernels.moe.routing import route as route_kernel
-
-        return Routing(*route_kernel(top_k_index, num_experts), top_k_index)
-    is_local = (top_k_index >= 0) & (top_k_index < num_experts)
-    ids = torch.where(is_local, top_k_index, num_experts).flatten().to(torch.int64)
+    is_local = (ids_TK >= 0) & (ids_TK < experts)
+    ids = torch.where(is_local, ids_TK, experts).flatten().to(torch.int64)
     expert, order = torch.sort(ids, stable=True)
-    experts = torch.arange(num_experts, device=ids.device)
-    offsets = torch.searchsorted(expert, experts, right=True).to(torch.int32)
+    offsets = torch.searchsorted(expert, torch.arange(experts, device=ids.device), right=True).to(torch.int32)
     place = torch.empty_like(order)
     place[order] = torch.arange(place.shape[0], device=place.device)
-    return Routing(offsets, order, place, top_k_index)
+    return Routing(offsets, order, place, ids_TK)
 
 
 def combine(y_SH: Tensor, routing: Routing, weights_TK: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -70,11 +61,6 @@ def combine(y_SH: Tensor, routing: Routing, weights_TK: Tensor | None, dtype: to
 
     Sums are in fp32 (fp64 for fp64). Pairs of no expert here are left out, whatever their weight.
     """
-    tensors = (y_SH,) if weights_TK is None else (y_SH, weights_TK)
-    if runs_kernels(*tensors) and y_SH.is_contiguous() and y_SH.numel():
-        from mxquant.kernels.moe.routing import combine as combine_kernel
-
-        return combine_kernel(y_SH, routing.place_S, routing.ids_TK, weights_TK, routing.offsets_E.shape[0], dtype)
     y_TKH = y_SH.to(torch.promote_types(y_SH.dtype, torch.float32))[routing.place_S].unflatten(0, routing.ids_TK.shape)
     if weights_TK is not None:
         y_TKH = y_TKH * torch.where(routing.is_local_TK, weights_TK, 0).unsqueeze(-1)
