@@ -12,7 +12,8 @@ from pathlib import Path
 import torch
 
 from mxquant.backends import ANY_LAYOUT, Problem, candidates, get_backend, list_backends
-from mxquant.formats import ACTIVATION_FORMATS, WEIGHT_FORMATS, get_format
+from mxquant.formats import ACTIVATION_FORMATS, WEIGHT_FORMATS
+from mxquant.scheme import Scheme
 
 PAGE = Path(__file__).with_name("support_matrix.md")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -35,14 +36,10 @@ where it does.
 
 def problems(weight: str, activation: str | None) -> Iterator[tuple[str, str, Problem]]:
     """Device, dtype and problem, for one pair of formats."""
-    mode = None if activation is None else get_format(activation, activation=True).default_scale_mode
     for device_name, (device, capability) in DEVICES.items():
         for dtype in DTYPES:
             problem = Problem(
-                weight=weight,
-                activation=activation,
-                activation_scale_mode=mode,
-                static_activation_scale=False,
+                Scheme(weight, activation),
                 out_features=1024,
                 in_features=1024,
                 block_offset=0,

@@ -260,7 +260,7 @@ def _row(content: Content, name: str) -> dict[str, Any]:
         "format": stored.format,
         "precision": f"W{weight}A{activation}",
         "activation": stored.activation,
-        "rotation": None if stored.declared is None else stored.declared[0].rotation,
+        "rotation": None if stored.declared is None else stored.declared[0].scheme.rotation,
     }
 
 

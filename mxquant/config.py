@@ -17,7 +17,8 @@ from typing import Any
 
 from torchao.core.config import AOBaseConfig
 
-from mxquant.formats.spec import FORMAT_ALIASES, WEIGHT_FORMATS, get_format, resolve_scale_mode
+from mxquant.formats.spec import FORMAT_ALIASES, WEIGHT_FORMATS, get_format
+from mxquant.scheme import Scheme
 
 KINDS = ("linear", "moe")
 """What a mapping names by kind: the weights of `nn.Linear` modules, and the stacked experts of MoE blocks."""
@@ -81,6 +82,13 @@ class _MXConfig(AOBaseConfig):
         return self.format if self.activation == "same" else get_format(self.activation, activation=True).name
 
     @property
+    def scheme(self) -> Scheme:
+        """The formats, scale modes and rotation: how a weight is quantized and what its matmul computes."""
+        return Scheme(
+            self.format, self.activation_format, self.scale_mode, self.activation_scale_mode, rotation=self.rotation
+        )
+
+    @property
     def gptq(self) -> GPTQ | None:
         """The settings of GPTQ; None where weights are rounded to nearest."""
         if isinstance(self.algorithm, GPTQ):
@@ -97,42 +105,21 @@ class _MXConfig(AOBaseConfig):
         return f"{type(self).__name__}({', '.join(self.changes())})"
 
     def __post_init__(self) -> None:
-        weight = get_format(self.format)
-        accepted = (*weight.scale_modes, *weight.searched_scale_modes)
-        if self.scale_mode not in accepted:
-            raise ValueError(
-                f"scale_mode={self.scale_mode!r} is unknown for {weight.name}; use one of {', '.join(accepted)}"
-            )
-        self._check_activation()
-        if self.rotation is not None and (type(self.rotation) is not int or self.rotation != weight.block_size):
-            raise ValueError(
-                f"rotation={self.rotation!r} is unknown for {weight.name}; use {weight.block_size}, the size of its "
-                "block, or None"
-            )
+        if not self.scale_mode:
+            modes = ", ".join(get_format(self.format).scale_modes)
+            raise ValueError(f"scale_mode={self.scale_mode!r} is unknown for {self.format}; use one of {modes}")
+        try:
+            _ = self.activation_format
+        except (TypeError, ValueError) as error:
+            others = f"activation can also be 'same' (here: {self.format}) or None (weight-only)"
+            raise type(error)(f"activation={self.activation!r}: {error}; {others}") from None
+        _ = self.scheme
         if not isinstance(self.algorithm, GPTQ) and self.algorithm not in ALGORITHMS:
             raise ValueError(f"algorithm={self.algorithm!r} is unknown; use 'rtn', 'gptq' or a mxquant.GPTQ(...)")
         if not isinstance(self.backend, str):
             raise TypeError(
                 f"backend must be 'auto' or a name in mxquant.list_backends(); got {self.backend!r}, which is no string"
             )
-
-    def _check_activation(self) -> None:
-        try:
-            activation = self.activation_format
-        except (TypeError, ValueError) as error:
-            others = f"activation can also be 'same' (here: {self.format}) or None (weight-only)"
-            raise type(error)(f"activation={self.activation!r}: {error}; {others}") from None
-        if self.activation_scale_mode is None:
-            return
-        if activation is None:
-            raise ValueError(
-                f"activation_scale_mode={self.activation_scale_mode!r} given, but activation is None (weight-only); "
-                "leave activation_scale_mode out, or name an activation format"
-            )
-        try:
-            resolve_scale_mode(get_format(activation, activation=True), self.activation_scale_mode)
-        except ValueError as error:
-            raise ValueError(f"activation_scale_mode={self.activation_scale_mode!r}: {error}") from None
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)

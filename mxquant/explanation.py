@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from mxquant.backends import Problem, TunableBackend, candidates, get_backend
 from mxquant.backends.kernel_choice import choose_route
 from mxquant.report import Explanation
-from mxquant.tensor import MXTensor, describe, precision, requested_backend
+from mxquant.tensor import MXTensor, describe, requested_backend
 
 
 def explain(
@@ -60,11 +60,11 @@ def _explain(weight: MXTensor, input_shape: Sequence[int] | None, device: torch.
     rows = "M" if input_shape is None else " x ".join(map(str, input_shape[:-1])) or "1"
     activation = problem.activation or str(problem.dtype).removeprefix("torch.")
     times = f", each row times one of {problem.experts}" if problem.experts else " times"
-    rotated = f", rotated in blocks of {weight.metadata.rotation}," if weight.metadata.rotation else ""
+    rotated = f", rotated in blocks of {problem.rotation}," if problem.rotation else ""
     sizes = f"[{problem.out_features}, {problem.in_features}]"
     absent = ", which is not here" if problem.device.type == "cuda" and problem.capability is None else ""
     matmul = (
-        f"{precision(weight.metadata)}: {activation} input [{rows}, {problem.in_features}]{rotated}{times} "
+        f"{weight.metadata.scheme.precision}: {activation} input [{rows}, {problem.in_features}]{rotated}{times} "
         f"{problem.weight} weight{'s' * (problem.experts > 0)} {sizes} on {problem.device}{absent}"
     )
     return Explanation(matmul, weight.backend, chosen, verdicts)

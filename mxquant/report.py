@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from mxquant.tensor import MXTensor, precision
+from mxquant.tensor import MXTensor
 
 SKIP_REASON = "_mxquant_skipped"
 """The attribute of a module that says why `quantize_` left parameters of its own as they are: a few words by name."""
@@ -211,9 +211,9 @@ def _quantized_row(
     if weight.dim() == 3:
         kind = "moe"
     bits = 8 * weight.nbytes / weight.numel()
-    wa, shape = precision(weight.metadata), tuple(weight.shape)
+    wa, shape = weight.metadata.scheme.precision, tuple(weight.shape)
     tied = tuple(other for other, _ in others)
-    rotation = weight.metadata.rotation
+    rotation = weight.metadata.scheme.rotation
     return QuantizedWeight(name, kind, weight.format, wa, backend, shape, weight.nbytes, bits, sqnr_db, tied, rotation)
 
 

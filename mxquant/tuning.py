@@ -20,7 +20,7 @@ from mxquant.backends import KernelChoice, Operand, Problem, TunableBackend
 from mxquant.backends import tuning_cache as tuned
 from mxquant.backends.kernel_choice import forget_choices
 from mxquant.report import html_table, text_table
-from mxquant.tensor import MXTensor, describe, precision
+from mxquant.tensor import MXTensor, describe
 from mxquant.tensor.matmul import choose_backend
 
 ROWS = (1, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
@@ -169,7 +169,7 @@ def find_products(model: nn.Module) -> tuple[list[Product], dict[str, list[str]]
             left.setdefault(f"lies on {problem.device}, and only CUDA devices are timed", []).append(name)
         else:
             key = tuned.device_name(problem.device), tuned.product_key(backend.name, problem)
-            product = Product(backend, problem, precision(weight.metadata), in_layout.operand)
+            product = Product(backend, problem, problem.scheme.precision, in_layout.operand)
             products.setdefault(key, product).names.append(name)
     if not products and not left:
         kind = type(model).__name__

@@ -15,7 +15,7 @@ from mxquant.config import _MXConfig
 from mxquant.formats import get_format
 from mxquant.modules.experts_weight import stacked
 from mxquant.select import Target
-from mxquant.tensor import MXTensor, check_rotation, describe
+from mxquant.tensor import MXTensor, describe
 
 _SKIP_IT = "skip it (map it to None, or filter_fn)"
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -63,7 +63,7 @@ def check_weight(
     _check_values(name, weight, config.rotation)
     try:
         matrices = stack if stack and k_axis == -2 else 1  # of a 2-D parameter, one below the other along K
-        check_rotation(config.rotation, get_format(config.format), weight.shape[k_axis] // matrices)
+        config.scheme.check_length(weight.shape[k_axis] // matrices)
     except ValueError as error:
         raise ValueError(f"{name} {shape}: {error}, or {_SKIP_IT}") from None
     if config.backend != "auto":

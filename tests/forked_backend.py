@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from mxquant.backends import KernelChoice, Operand, Problem, TunableBackend
+from mxquant.scheme import Scheme
 
 
 def _answering(name: str, value: int) -> KernelChoice:
@@ -34,8 +36,9 @@ class Forked(TunableBackend):
 
 def dense_problem(**changes: Any) -> Problem:
     fields: dict[str, Any] = {
-        "weight": "mxfp4", "activation": None, "activation_scale_mode": None, "static_activation_scale": False,
-        "out_features": 64, "in_features": 256, "block_offset": 0, "dtype": torch.bfloat16,
+        "weight": "mxfp4", "out_features": 64, "in_features": 256, "block_offset": 0, "dtype": torch.bfloat16,
         "device": torch.device("cpu"), "capability": None,
     }  # fmt: skip
-    return Problem(**fields | changes)
+    fields |= changes
+    of_scheme = {field.name: fields.pop(field.name) for field in dataclasses.fields(Scheme) if field.name in fields}
+    return Problem(Scheme(**of_scheme), **fields)

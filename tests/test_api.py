@@ -25,7 +25,7 @@ FORMATS = ["mxfp4", "mxfp6_e2m3", "mxfp6_e3m2", "mxfp8_e4m3", "mxfp8_e5m2", "nvf
 def assert_equal_bytes(a: Tensor, b: Tensor) -> None:
     assert isinstance(a, MXTensor)
     assert isinstance(b, MXTensor)
-    assert (a.metadata.format, a.shape, a.dtype) == (b.metadata.format, b.shape, b.dtype)
+    assert (a.metadata.scheme.weight, a.shape, a.dtype) == (b.metadata.scheme.weight, b.shape, b.dtype)
     for left, right in zip(a.canonical().operand, b.canonical().operand, strict=True):
         assert (left is None) == (right is None)
         assert left is None or torch.equal(left, right)
@@ -84,7 +84,7 @@ def test_the_config_reaches_the_weight() -> None:
     quantize_(model, {"0": config, "2": {"weight": "mxfp6", "activation": None, "backend": "emulation"}})
     first, second = model[0].weight, model[2].weight
     assert_equal_bytes(first, mxquant.quantize(original[0].weight, "mxfp8", scale_mode="floor"))
-    assert (first.metadata.activation, first.metadata.activation_scale_mode) == ("mxfp4", "ceil")
+    assert (first.metadata.scheme.activation, first.metadata.scheme.activation_scale_mode) == ("mxfp4", "ceil")
     assert (second.format, second.activation, second.backend) == ("mxfp6_e2m3", None, "emulation")
 
 

@@ -95,7 +95,7 @@ def test_uninitialized_weights_are_refused() -> None:
     "config, options, error, message",
     [
         ("mxpf4", {}, ValueError, "'mxpf4' is not a config; .* did you mean 'mxfp4'"),
-        ({"weight": "mxfp4", "scale_mode": "up"}, {}, ValueError, "scale_mode='up' .*; use one of floor"),
+        ({"weight": "mxfp4", "scale_mode": "up"}, {}, ValueError, "scale_mode='up'.*; use one of floor"),
         ({"liner": "mxfp4"}, {}, ValueError, "key 'liner' matches no .* did you mean 'linear'"),
         ({"linear": "mxfp4", "*.q_proj": "mxfp8"}, {}, ValueError, r"'\*.q_proj' matches no module"),
         (

@@ -12,27 +12,28 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "mxquant"
 
 # What each part of the package may import beside itself. `formats <- reference <- kernels <- ops <- backends <- tensor
-# <- modules <- algorithms <- api`, and `config` is a leaf that all but the lowest layers may read.
-BELOW_TENSOR = {"formats", "reference", "kernels", "ops", "backends"}
+# <- modules <- algorithms <- api`; `scheme` and `config` are leaves that all but the lowest layers may read.
+BELOW_TENSOR = {"formats", "reference", "kernels", "ops", "scheme", "backends"}
 BELOW_MODULES = BELOW_TENSOR | {"tensor", "config"}
 BELOW_ALGORITHMS = BELOW_MODULES | {"modules", "select"}
 BELOW_API = BELOW_ALGORITHMS | {"algorithms", "report", "validate"}
 ALLOWED = {
     "formats": set(),
-    "config": {"formats"},
+    "scheme": {"formats"},
+    "config": {"formats", "scheme"},
     "reference": {"formats"},
     "kernels": {"formats", "reference"},
     "ops": {"formats", "reference", "kernels"},
-    "backends": {"formats", "reference", "kernels", "ops"},
+    "backends": {"formats", "reference", "kernels", "ops", "scheme"},
     "tensor": BELOW_TENSOR,
     "modules": BELOW_MODULES,
     "select": BELOW_MODULES | {"modules"},
     "validate": BELOW_ALGORITHMS,
     "algorithms": BELOW_ALGORITHMS,
-    "report": {"formats", "tensor"},
+    "report": {"formats", "scheme", "tensor"},
     "explanation": BELOW_MODULES | {"report"},
     "tuning": BELOW_MODULES | {"report"},
-    "checkpoints": {"formats", "backends", "tensor"},
+    "checkpoints": {"formats", "scheme", "backends", "tensor"},
     "api": BELOW_API,
     "integrations": BELOW_API | {"api", "checkpoints"},
     "__init__": BELOW_API | {"api", "explanation", "tuning", "checkpoints", "integrations"},
@@ -117,11 +118,11 @@ def test_a_wrong_import_is_noticed(source: str) -> None:
     assert misdirected_imports(source, "formats")
 
 
-def test_config_reads_only_the_names_of_formats() -> None:
+def test_config_imports_only_formats_and_scheme() -> None:
     """A config is made before anything is quantized, and by code that has no tensor."""
     tree = ast.parse((PACKAGE / "config.py").read_text())
     modules = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module}
-    assert {module for module in modules if module.startswith("mxquant")} <= {"mxquant.formats.spec"}
+    assert {module for module in modules if module.startswith("mxquant")} <= {"mxquant.formats.spec", "mxquant.scheme"}
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=relative)

@@ -20,6 +20,7 @@ from mxquant.config import GPTQ, _MXConfig
 from mxquant.formats import get_format, nvfp4_per_tensor_scale
 from mxquant.modules.linear import WeightConfig, WeightQuantizer, round_to_nearest
 from mxquant.reference.hadamard import hadamard
+from mxquant.scheme import Scheme
 from mxquant.select import Target
 from mxquant.tensor import Metadata, MXTensor
 
@@ -138,7 +139,7 @@ def _matrices_of(weight: MXTensor, target: Target, device: torch.device) -> dict
     """A saved weight by the indices of its matrices, on a device, with no rule for activations."""
     parts = (None if inner is None else inner.to(device) for inner in weight.operand)
     operand = Operand(*parts)  # type: ignore[arg-type]
-    there = MXTensor(operand, weight.with_activation(None).metadata, weight.shape)
+    there = MXTensor(operand, weight.metadata, weight.shape).with_activation(None)
     return dict(enumerate(there)) if target.sites[0].kind == "experts" else {0: there}
 
 
@@ -233,7 +234,7 @@ def _solve(targets: Sequence[Target], index: int, hessian: Tensor) -> list[MXTen
     rows = [one.shape[0] for one in w]
     found: list[MXTensor] = []
     for target, *operand in zip(targets, qdata.split(rows), scale.split(rows), scales, strict=True):
-        metadata = Metadata(fmt.name, target.k_axis, target.parameter.dtype, rotation=config.rotation)
+        metadata = Metadata(Scheme(fmt.name, rotation=config.rotation), target.k_axis, target.parameter.dtype)
         n, k = w[len(found)].shape
         shape = (n, k) if target.k_axis == -1 else (k, n)
         found.append(MXTensor(Operand(*operand), metadata, shape))

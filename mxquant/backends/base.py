@@ -18,6 +18,7 @@ from torch import Tensor
 
 from mxquant.formats.spec import Format
 from mxquant.reference.gated_activation import GatedActivation
+from mxquant.scheme import Scheme
 
 CANONICAL = "canonical"
 ANY_LAYOUT = "any"
@@ -85,12 +86,11 @@ class Problem:
     compiled graph branches on it.
     """
 
-    weight: str
-    """Name of the weight's format."""
-    activation: str | None
-    """Name of the format that the input is quantized to first; None: not at all (always None for "unblocked")."""
-    activation_scale_mode: str | None
-    static_activation_scale: bool
+    scheme: Scheme
+    """The formats; for "unblocked" that of the weight alone: the input is neither quantized nor rotated.
+
+    Backends whose `rotates` is set rotate the input by `scheme.rotation`; to others it comes rotated.
+    """
     out_features: int
     """N, rows of the weight."""
     in_features: int
@@ -106,14 +106,33 @@ class Problem:
     layout: str = CANONICAL
     experts: int = 0
     """Matrices in the stack of a grouped matmul; 0 for the matmul of one matrix."""
-    rotation: int | None = None
-    """Size of the blocks that the weight is rotated in along the contraction. Backends whose `rotates` is set rotate
-    the input likewise; to others it comes rotated.
-    """
     gate: GatedActivation | None = None
     """What the input of a grouped matmul, [..., 2K], goes through before all else, rounded to `dtype`. Only backends
     whose `gates` is set are given one; to others the input comes gated.
     """
+
+    @property
+    def weight(self) -> str:
+        """Name of the weight's format."""
+        return self.scheme.weight
+
+    @property
+    def activation(self) -> str | None:
+        """Name of the format that the input is quantized to first; None: not at all."""
+        return self.scheme.activation
+
+    @property
+    def activation_scale_mode(self) -> str | None:
+        return self.scheme.activation_scale_mode
+
+    @property
+    def static_activation_scale(self) -> bool:
+        """Whether `Operand.activation_scale` is there."""
+        return self.scheme.static_activation_scale
+
+    @property
+    def rotation(self) -> int | None:
+        return self.scheme.rotation
 
 
 def no_device(problem: Problem, needed: str) -> str:

@@ -9,7 +9,6 @@ that is damaged, or of another device or other versions, is left unread, with a 
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import json
 import logging
@@ -29,8 +28,12 @@ Table = Mapping[str, Mapping[int, str]]
 
 _logger = logging.getLogger("mxquant")
 _VERSION = 1
-# The file is of one kind of device, and a route computes a prepared weight of one matrix, which has no gate.
-_LEFT_OUT = ("device", "capability", "layout", "experts", "gate")
+# These names are in files on users' disks. Device and capability are left out, as a file is of one kind of device;
+# layout, experts and gate, as a route computes one prepared matrix.
+_KEY_FIELDS = (
+    "weight", "activation", "activation_scale_mode", "static_activation_scale", "out_features", "in_features",
+    "block_offset", "dtype", "contraction", "rotation",
+)  # fmt: skip
 
 
 def fastest_route(backend: str, problem: Problem, rows: int) -> str | None:
@@ -45,8 +48,7 @@ def fastest_route(backend: str, problem: Problem, rows: int) -> str | None:
 
 def product_key(backend: str, problem: Problem) -> str:
     """What is multiplied, in one line."""
-    fields = (field.name for field in dataclasses.fields(problem) if field.name not in _LEFT_OUT)
-    return " ".join((backend, *(f"{name}={getattr(problem, name)}" for name in fields)))
+    return " ".join((backend, *(f"{name}={getattr(problem, name)}" for name in _KEY_FIELDS)))
 
 
 def device_name(device: torch.device) -> str:

@@ -72,9 +72,8 @@ def encode(
 
 def scheme_of(weight: MXTensor) -> tuple[Any, ...]:
     """What an `Origin` remembers of a weight."""
-    metadata = weight.metadata
-    static = weight.activation_scale is not None
-    return metadata.format, metadata.activation, metadata.activation_scale_mode, static
+    scheme = weight.metadata.scheme
+    return scheme.weight, scheme.activation, scheme.activation_scale_mode, scheme.static_activation_scale
 
 
 def _documents_as_they_were(origin: Origin, documents: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:

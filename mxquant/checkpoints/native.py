@@ -55,10 +55,10 @@ class Own:
             stored.append(
                 Stored(
                     name=name,
-                    format=metadata.format,
+                    format=metadata.scheme.weight,
                     axis=metadata.axis,
-                    activation=metadata.activation,
-                    activation_scale_mode=metadata.activation_scale_mode,
+                    activation=metadata.scheme.activation,
+                    activation_scale_mode=metadata.scheme.activation_scale_mode,
                     declared=(metadata, shape),
                     qdata=f"{name}.qdata",
                     scale=f"{name}.scale",

@@ -150,7 +150,7 @@ def check_matrix(producer: str, name: str, weight: MXTensor, formats: Iterable[s
 
 def check_not_rotated(producer: str, name: str, weight: MXTensor) -> None:
     """Refuse codes of a rotated weight, which stand for other values to whoever does not know of it."""
-    if (rotation := weight.metadata.rotation) is not None:
+    if (rotation := weight.metadata.scheme.rotation) is not None:
         lost = f"its rotation in blocks of {rotation}, of activations in front of the matmul too,"
         refuse(producer, name, weight, lost, "quantize with rotation=None, or save as 'mxquant'")
 
@@ -171,7 +171,7 @@ def one_scale(producer: str, name: str, weight: MXTensor, scale: Tensor | None) 
 
 def check_mode(producer: str, name: str, weight: MXTensor, implied: str | None) -> None:
     """Refuse a scale mode of activations that the files have no field for and do not imply."""
-    mode = weight.metadata.activation_scale_mode
+    mode = weight.metadata.scheme.activation_scale_mode
     if mode != implied:
         refuse(
             producer,

@@ -81,8 +81,7 @@ class Quark:
 
     def _writable(self, name: str, weight: MXTensor) -> Scheme:
         """The weight's scheme, if the files can hold it."""
-        metadata = weight.metadata
-        scheme = Scheme(metadata.format, metadata.activation, metadata.activation_scale_mode)
+        scheme = Scheme(weight.format, weight.activation, weight.metadata.scheme.activation_scale_mode)
         formats = {None, "fp8_e4m3", *DTYPES} | ({"nvfp4"} if weight.format == "nvfp4" else set())
         if scheme.activation not in formats:
             lost = f"activations in {scheme.activation} with a weight in {scheme.format}"
@@ -104,7 +103,7 @@ class Quark:
     def config(self, weights: Mapping[str, MXTensor], ordinary: Iterable[str]) -> dict[str, dict[str, Any]]:
         schemes: dict[Scheme, list[str]] = {}
         for name, weight in weights.items():
-            key = Scheme(weight.format, weight.activation, weight.metadata.activation_scale_mode)
+            key = Scheme(weight.format, weight.activation, weight.metadata.scheme.activation_scale_mode)
             schemes.setdefault(key, []).append(module_of(name))
         most = max(schemes, key=lambda key: len(schemes[key]))
         layers = {module: write_scheme(key) for key, modules in schemes.items() if key != most for module in modules}

@@ -6,7 +6,6 @@ but those of the parameter at hand and of the shard that is being written.
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import shutil
 from collections.abc import Callable, Iterable, Mapping
@@ -198,7 +197,7 @@ def stand_in(
         axis,
         torch.ones((), dtype=torch.float32) if fmt.per_tensor else None,
     )
-    rotated = tensor.rewrap(tensor.operand, dataclasses.replace(tensor.metadata, rotation=config.rotation))
+    rotated = tensor.rewrap(tensor.operand, tensor.metadata.with_scheme(rotation=config.rotation))
     return rotated.with_activation(config.activation_format, config.activation_scale_mode)
 
 

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from mxquant.backends.base import Operand
 from mxquant.formats import get_format
 from mxquant.modules.linear import WeightConfig, WeightQuantizer, replace_parameter, round_to_nearest
+from mxquant.scheme import Scheme
 from mxquant.tensor import Metadata, MXTensor, as_weight
 
 
@@ -48,7 +49,7 @@ def quantize_experts(
         qdata[index], scale[index] = one.qdata, one.scale
         if per_tensor is not None and one.per_tensor_scale is not None:
             per_tensor[index] = one.per_tensor_scale
-    metadata = Metadata(fmt.name, k_axis, source.dtype, rotation=config.rotation)
+    metadata = Metadata(Scheme(fmt.name, rotation=config.rotation), k_axis, source.dtype)
     quantized = MXTensor(Operand(qdata, scale, per_tensor), metadata, source.shape)
     quantized = quantized.with_activation(config.activation_format, config.activation_scale_mode)
     return replace_parameter(parameter, as_weight(quantized, config.backend), requires_grad=False)

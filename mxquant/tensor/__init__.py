@@ -5,7 +5,7 @@ from mxquant.tensor import grouped, lifecycle, matmul, state, views
 from mxquant.tensor.choose import as_weight, describe, requested_backend
 from mxquant.tensor.construct import quantize
 from mxquant.tensor.grouped import grouped_product
-from mxquant.tensor.metadata import Metadata, check_rotation, precision
+from mxquant.tensor.metadata import Metadata
 from mxquant.tensor.mxtensor import EmulatedMXTensor, MXTensor
 from mxquant.tensor.state import flatten_state_dict, unflatten_state_dict
 
@@ -14,11 +14,9 @@ __all__ = [
     "MXTensor",
     "Metadata",
     "as_weight",
-    "check_rotation",
     "describe",
     "flatten_state_dict",
     "grouped_product",
-    "precision",
     "quantize",
     "requested_backend",
     "unflatten_state_dict",

@@ -10,6 +10,7 @@ import torch
 from mxquant.backends.base import ANY_LAYOUT, CANONICAL, Backend, Problem
 from mxquant.backends.registry import get_backend, preferences
 from mxquant.reference.gated_activation import GatedActivation
+from mxquant.scheme import Scheme
 from mxquant.tensor.mxtensor import EmulatedMXTensor, MXTensor, block_format
 
 
@@ -39,10 +40,7 @@ def describe(
     asked = here if device is None else device
     # By position, in the order of the fields: names take as long as all the rest.
     return _one_problem(
-        metadata.format,
-        metadata.activation if blocked else None,
-        metadata.activation_scale_mode if blocked else None,
-        blocked and weight.activation_scale is not None,
+        metadata.scheme if blocked else _unquantized_input(metadata.scheme.weight),
         n,
         k,
         int(metadata.block_offset),
@@ -52,13 +50,14 @@ def describe(
         contraction,
         metadata.layout if asked == here else ANY_LAYOUT,
         int(shape[0]) if len(shape) == 3 and grouped is not False else 0,
-        metadata.rotation if blocked else None,
         gate,
     )
 
 
 # Equal problems are one object, made once: it takes most of the time of a description, at every matmul.
 _one_problem = functools.lru_cache(maxsize=4096)(Problem)
+# A matmul across the blocks: of the weight's scheme, it needs the format alone.
+_unquantized_input = functools.cache(Scheme)
 
 
 @functools.cache

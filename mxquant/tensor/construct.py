@@ -17,7 +17,8 @@ from mxquant.formats.block import dequantize_blocks
 from mxquant.formats.scale import NAN_BYTE, nvfp4_per_tensor_scale
 from mxquant.formats.spec import Format, get_format, resolve_scale_mode
 from mxquant.ops import hadamard, is_traced, quantize_blocks
-from mxquant.tensor.metadata import Metadata, check_dtype, check_rotation
+from mxquant.scheme import Scheme
+from mxquant.tensor.metadata import Metadata, check_dtype
 from mxquant.tensor.mxtensor import MXTensor, block_format, logical_shape, physical_shape
 
 _NONFINITE = ("nan", "raise")
@@ -66,12 +67,13 @@ def quantize(
             fp32's range, a rotation that does not fit.
         NotImplementedError: `x` is on the meta device or is quantized already.
     """
-    fmt = get_format(format)
+    scheme = Scheme(format, scale_mode=scale_mode, rotation=rotation)
+    fmt = get_format(scheme.weight)
     mode = resolve_scale_mode(fmt, scale_mode)
     assert mode is not None, "every weight format has scale modes"
     _check_input(x, axis, nonfinite)
     axis = axis if axis < 0 else axis - x.dim()
-    check_rotation(rotation, fmt, x.shape[axis])
+    scheme.check_length(x.shape[axis])
     physical = x.detach().movedim(axis, -1)
     if per_tensor_scale is not None:
         per_tensor_scale = _physical_per_tensor_scale(fmt, per_tensor_scale, x, axis)
@@ -79,7 +81,7 @@ def quantize(
     run = torch.ops.mxquant.quantize if is_traced(physical) else _quantize
     qdata, scale, *rest = run(physical, fmt.name, mode, per_tensor_scale, canonical_zero, raises, rotation)
     operand = Operand(qdata, scale, rest[0] if rest else None)
-    return MXTensor(operand, Metadata(fmt.name, axis, x.dtype, rotation=rotation), x.shape)
+    return MXTensor(operand, Metadata(scheme, axis, x.dtype), x.shape)
 
 
 def _check_input(x: Tensor, axis: int, nonfinite: str) -> None:
@@ -191,7 +193,7 @@ def _(
 def dequantize(tensor: MXTensor, dtype: torch.dtype) -> Tensor:
     """`MXTensor.dequantize`."""
     tensor = tensor.canonical()
-    rotation = tensor.metadata.rotation
+    rotation = tensor.metadata.scheme.rotation
     arguments = (
         tensor.qdata,
         tensor.scale,
@@ -281,7 +283,7 @@ def from_qdata(
     if len(shape) != qdata.dim():
         raise ValueError(f"shape {tuple(shape)} has rank {len(shape)}, qdata {tuple(qdata.shape)} rank {qdata.dim()}")
     operand = Operand(qdata, scale, per_tensor_scale)
-    tensor = MXTensor(operand, Metadata(fmt.name, axis, check_dtype(dtype)), tuple(shape))
+    tensor = MXTensor(operand, Metadata(Scheme(fmt.name), axis, check_dtype(dtype)), tuple(shape))
     return check_operand(tensor)
 
 

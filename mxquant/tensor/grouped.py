@@ -101,7 +101,7 @@ def _product(
 def _run(
     x: Tensor, weights: MXTensor, bias: Tensor | None, groups: Groups, problem: Problem, backend: Backend
 ) -> Tensor:
-    operand, rotation = one_scale_each(weights.operand), weights.metadata.rotation
+    operand, rotation = one_scale_each(weights.operand), weights.metadata.scheme.rotation
     if rotation is None or (backend.rotates and problem.rotation is not None):
         return backend.grouped_matmul(x, operand, bias, groups, problem)
     # Every row once, however many experts it goes to.

@@ -13,8 +13,9 @@ from mxquant.backends.base import CANONICAL, Operand
 from mxquant.backends.registry import backend_of_layout
 from mxquant.formats.pack import unpack_codes
 from mxquant.formats.spec import get_format
+from mxquant.scheme import Scheme
 from mxquant.tensor.choose import as_moved_weight, in_layout_of
-from mxquant.tensor.metadata import check_dtype
+from mxquant.tensor.metadata import Metadata, check_dtype
 from mxquant.tensor.mxtensor import MXTensor, block_format, implements, physical_shape
 
 aten = torch.ops.aten
@@ -78,18 +79,13 @@ def copy_(destination: Tensor, source: Tensor, non_blocking: bool = False) -> Te
             "Load the weights before quantize_, or copy "
             f'mxquant.quantize(source, "{destination.format}", axis={destination.axis})'
         )
-    same = ("format", "axis", "block_offset", "activation", "activation_scale_mode", "rotation")
+    same = ("scheme", "axis", "block_offset")
     if tuple(source.shape) != tuple(destination.shape) or any(
-        getattr(source.metadata, a) != getattr(destination.metadata, a) for a in same
+        getattr(source.metadata, name) != getattr(destination.metadata, name) for name in same
     ):
         raise ValueError(
-            f"cannot copy {source!r} into {destination!r}: shape, format, blocked axis, place in a block, rotation "
-            "and rule for activations must be the same; see .with_activation()"
-        )
-    if (source.activation_scale is None) != (destination.activation_scale is None):
-        raise ValueError(
-            f"cannot copy {source!r} into {destination!r}: one has a static activation scale, the other quantizes "
-            "activations dynamically; see .with_activation()"
+            f"cannot copy {source!r} into {destination!r}: shape, blocked axis, place in a block and scheme must be "
+            f"the same, here {source.metadata.scheme} and {destination.metadata.scheme}; see .with_activation()"
         )
     if source.metadata.layout != destination.metadata.layout:
         moved = source.rewrap(source.operand.map(lambda inner: inner.to(destination.device)))
@@ -169,8 +165,7 @@ def equal(a: Any, b: Any) -> bool:
     for one, other in ((a, b), (b, a)):
         if not isinstance(one, MXTensor):
             raise TypeError(f"cannot compare {other!r} with an ordinary tensor; compare its .dequantize()")
-    same = ("format", "axis", "dtype", "block_offset", "rotation")
-    if tuple(a.shape) != tuple(b.shape) or any(getattr(a.metadata, n) != getattr(b.metadata, n) for n in same):
+    if tuple(a.shape) != tuple(b.shape) or _of_bytes(a) != _of_bytes(b):
         return False
     a, b = a.canonical(), b.canonical()
     scales = (a.per_tensor_scale, b.per_tensor_scale)
@@ -179,6 +174,12 @@ def equal(a: Any, b: Any) -> bool:
         and torch.equal(a.scale, b.scale)
         and (scales[0] is None or bool((scales[0] == scales[1]).all()))
     )
+
+
+def _of_bytes(tensor: MXTensor) -> Metadata:
+    """What the values depend on: the metadata but for layout and activations."""
+    scheme = Scheme(tensor.format, rotation=tensor.metadata.scheme.rotation)
+    return dataclasses.replace(tensor.metadata, scheme=scheme, layout=CANONICAL)
 
 
 def _codes(tensor: MXTensor) -> Tensor:

@@ -113,7 +113,7 @@ def check_operands(x: Tensor, weight: MXTensor, contracted: int, bias: Tensor | 
         made = (*shape[:-2], shape[-1 if contracted == -2 else -2])
         if tuple(bias.shape) != made:
             raise ValueError(f"bias of shape {tuple(bias.shape)} does not fit {weight!r}: its shape must be {made}")
-    if metadata.block_offset and metadata.activation is not None and metadata.axis == contracted:
+    if metadata.block_offset and metadata.scheme.activation is not None and metadata.axis == contracted:
         raise ValueError(
             f"{weight!r} starts {metadata.block_offset} elements inside a block, where quantized activations would "
             "have "
@@ -124,7 +124,7 @@ def check_operands(x: Tensor, weight: MXTensor, contracted: int, bias: Tensor | 
 
 def _run(x: Tensor, weight: MXTensor, bias: Tensor | None, problem: Problem, backend: Backend) -> Tensor:
     """The product on real tensors; `weight` is in the layout of the backend."""
-    rotation = weight.metadata.rotation
+    rotation = weight.metadata.scheme.rotation
     if rotation is None or (backend.rotates and problem.rotation is not None):
         return _multiply(x, weight, bias, problem, backend)
     return rotated_product(lambda x, bias: _multiply(x, weight, bias, problem, backend), x, bias, rotation, problem)

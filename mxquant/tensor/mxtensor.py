@@ -17,8 +17,8 @@ from torch import Tensor
 
 from mxquant.backends.base import CANONICAL, Operand
 from mxquant.backends.registry import backend_of_layout
-from mxquant.formats.spec import Format, get_format, resolve_scale_mode
-from mxquant.tensor.metadata import Metadata, check_rotation, precision
+from mxquant.formats.spec import Format, get_format
+from mxquant.tensor.metadata import Metadata
 
 _logger = logging.getLogger("mxquant")
 _SHARED_ACTIVATION_SCALE = (
@@ -91,8 +91,10 @@ class MXTensor(torch.Tensor):
             return cast(MXTensor, torch.nn.Parameter(operand, requires_grad))
         if metadata is None:
             raise TypeError("MXTensor is made by mxquant.quantize or MXTensor.from_qdata, not of values alone")
-        if metadata.rotation is not None:
-            check_rotation(metadata.rotation, get_format(metadata.format), shape[metadata.axis])
+        metadata.scheme.check_length(shape[metadata.axis])
+        static = operand.activation_scale is not None
+        if metadata.scheme.static_activation_scale != static:
+            metadata = metadata.with_scheme(static_activation_scale=static)
         tensor: MXTensor = torch.Tensor._make_wrapper_subclass(
             cls,
             shape,
@@ -138,7 +140,7 @@ class MXTensor(torch.Tensor):
 
     @property
     def format(self) -> str:
-        return self.metadata.format
+        return self.metadata.scheme.weight
 
     @property
     def axis(self) -> int:
@@ -147,7 +149,7 @@ class MXTensor(torch.Tensor):
 
     @property
     def activation(self) -> str | None:
-        return self.metadata.activation
+        return self.metadata.scheme.activation
 
     @property
     def data(self) -> MXTensor:
@@ -209,23 +211,15 @@ class MXTensor(torch.Tensor):
         Raises:
             ValueError: unknown format or mode, or a scale that the format cannot have.
         """
-        if activation is None:
-            if scale_mode is not None or scale is not None:
-                raise ValueError("activation=None is weight-only and takes no scale mode and no scale; leave them out")
-            name, mode = None, None
-        else:
-            fmt = get_format(activation, activation=True)
-            name, mode = fmt.name, resolve_scale_mode(fmt, scale_mode)
-            if scale is not None:
-                scale = self._static_scale(scale, fmt)
-        metadata = dataclasses.replace(self.metadata, activation=name, activation_scale_mode=mode)
-        return self.rewrap(self.operand._replace(activation_scale=scale), metadata)
+        metadata = self.metadata.with_scheme(
+            activation=activation, activation_scale_mode=scale_mode, static_activation_scale=scale is not None
+        )
+        static = None if scale is None else self._static_scale(scale)
+        return self.rewrap(self.operand._replace(activation_scale=static), metadata)
 
-    def _static_scale(self, scale: Tensor, fmt: Format) -> Tensor:
+    def _static_scale(self, scale: Tensor) -> Tensor:
         from mxquant.tensor.construct import check_multiplier
 
-        if fmt.scale_format == "e8m0":
-            raise ValueError(f"a static activation scale is for nvfp4, fp8_e4m3 and fp8_e5m2; {fmt.name} has none")
         check_multiplier("a static activation scale", scale, self.device)
         if self.dim() == 3 and self.axis != -3 and scale.numel() == self.shape[0] > 1:
             return scale.detach().reshape(-1, 1, 1)
@@ -269,9 +263,10 @@ class MXTensor(torch.Tensor):
         return {"_is_param": True} if isinstance(self, torch.nn.Parameter) else {}
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        rotated = f", rotation={self.metadata.rotation}" if self.metadata.rotation else ""
+        scheme = self.metadata.scheme
+        rotated = f", rotation={scheme.rotation}" if scheme.rotation else ""
         grad = ", requires_grad=True" if self.requires_grad else ""
-        kind, dtype = f"{self.format}, {precision(self.metadata)}{rotated}", str(self.dtype).removeprefix("torch.")
+        kind, dtype = f"{scheme.weight}, {scheme.precision}{rotated}", str(self.dtype).removeprefix("torch.")
         return f"{type(self).__name__}({kind}, shape={tuple(self.shape)}, dtype={dtype}, device={self.device}{grad})"
 
     # --- saving and sharing, where torch's own versions reach for a storage ---
@@ -382,7 +377,7 @@ def logical_shape(physical: Sequence[int], axis: int) -> tuple[int, ...]:
 
 
 def block_format(tensor: MXTensor) -> Format:
-    return get_format(tensor.metadata.format)
+    return get_format(tensor.metadata.scheme.weight)
 
 
 def _dense_strides(shape: Sequence[int], axis: int) -> tuple[int, ...]:

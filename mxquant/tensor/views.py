@@ -270,14 +270,12 @@ def cat(tensors: Sequence[Any], dim: int = 0) -> MXTensor:
 
 
 def _alike(first: MXTensor, other: Any) -> MXTensor:
-    same = ("format", "axis", "dtype", "activation", "activation_scale_mode", "rotation")
-    if (
-        not isinstance(other, MXTensor)
-        or any(getattr(first.metadata, a) != getattr(other.metadata, a) for a in same)
-        or (first.activation_scale is None) != (other.activation_scale is None)
+    same = ("scheme", "axis", "dtype")
+    if not isinstance(other, MXTensor) or any(
+        getattr(first.metadata, name) != getattr(other.metadata, name) for name in same
     ):
         raise ValueError(
-            "only tensors of one format, blocked axis, dtype, rotation and rule for activations can be joined; "
+            "only tensors of one scheme (format, rotation, activations), blocked axis and dtype can be joined; "
             f"got {first!r} and {brief(other)}; call .dequantize() first to join them as ordinary tensors"
         )
     return other.canonical()

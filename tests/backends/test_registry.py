@@ -5,6 +5,7 @@ import itertools
 import logging
 import textwrap
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -17,17 +18,18 @@ import mxquant
 from mxquant import EmulatedMXTensor, MXTensor, list_backends, quantize, register_backend
 from mxquant.backends import ANY_LAYOUT, Backend, Operand, Problem, candidates, registry, select, unregister_backend
 from mxquant.formats import get_format, resolve_scale_mode
+from mxquant.scheme import Scheme
 from mxquant.tensor import as_weight
 
 CAPABILITIES = [(7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (10, 3), (11, 0), (12, 0), (12, 1)]
 
 
-def problem(**changes: object) -> Problem:
+def problem(**changes: Any) -> Problem:
+    """W4A4 of MXFP4, with `changes` to the fields of the problem and of its scheme."""
+    names = {field.name for field in dataclasses.fields(Scheme)} & changes.keys()
+    scheme = {"weight": "mxfp4", "activation": "mxfp4"} | {name: changes.pop(name) for name in names}
     base = Problem(
-        weight="mxfp4",
-        activation="mxfp4",
-        activation_scale_mode="even",
-        static_activation_scale=False,
+        Scheme(**scheme),
         out_features=128,
         in_features=256,
         block_offset=0,
@@ -35,7 +37,7 @@ def problem(**changes: object) -> Problem:
         device=torch.device("cpu"),
         capability=None,
     )
-    return dataclasses.replace(base, **changes)  # type: ignore[arg-type]
+    return dataclasses.replace(base, **changes)
 
 
 @pytest.fixture(autouse=True)

@@ -33,7 +33,11 @@ def test_activations_are_those_of_the_config(name: str) -> None:
     weights = [tensor for tensor in load_state(folder(name)).values() if isinstance(tensor, MXTensor)]
     for weight in weights:
         metadata = weight.metadata
-        assert (metadata.format, metadata.activation, metadata.activation_scale_mode) == (fmt, activation, mode)
+        assert (metadata.scheme.weight, metadata.scheme.activation, metadata.scheme.activation_scale_mode) == (
+            fmt,
+            activation,
+            mode,
+        )
         assert (weight.activation_scale is not None) == static
 
 
@@ -185,7 +189,7 @@ def test_w4a4_of_compressed_tensors(tmp_path: Path) -> None:
 
     state = load_state(edited("ct_mxfp4a16_llama", tmp_path, edit))
     weight = state["model.layers.0.mlp.up_proj.weight"]
-    assert (weight.activation, weight.metadata.activation_scale_mode) == ("mxfp4", "even")
+    assert (weight.activation, weight.metadata.scheme.activation_scale_mode) == ("mxfp4", "even")
 
 
 def test_groups_by_name_go_before_groups_by_class(tmp_path: Path) -> None:

@@ -179,7 +179,7 @@ def test_kernels_decline_activations_in_these_modes() -> None:
         assert "scale mode mse" in str(answers["triton"])
         assert "scale mode mse" in str(answers["fp8"])
         assert answers["emulation"] is None
-        plain = dataclasses.replace(problem, activation_scale_mode="even")
+        plain = dataclasses.replace(problem, scheme=dataclasses.replace(problem.scheme, activation_scale_mode="even"))
         assert dict(candidates(plain))["triton"] is None
 
 

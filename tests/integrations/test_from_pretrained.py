@@ -68,7 +68,11 @@ def test_every_weight_has_the_checkpoints_values(name: str) -> None:
         assert isinstance(weight, MXTensor)
         assert torch.equal(weight.dequantize(torch.bfloat16)[index], values), key
         metadata = weight.metadata
-        assert (metadata.format, metadata.activation, metadata.activation_scale_mode) == (fmt, activation, mode)
+        assert (metadata.scheme.weight, metadata.scheme.activation, metadata.scheme.activation_scale_mode) == (
+            fmt,
+            activation,
+            mode,
+        )
         assert (weight.activation_scale is not None) == static
 
 

@@ -58,7 +58,7 @@ def test_aliases_and_defaults() -> None:
     assert result.per_tensor_scale is None
     assert result.metadata.version == 1
     assert result.metadata.layout == "canonical"
-    assert result.metadata.rotation is None
+    assert result.metadata.scheme.rotation is None
     assert not result.requires_grad
 
 
@@ -81,7 +81,7 @@ def test_metadata_is_hashable_and_frozen() -> None:
     assert isinstance(metadata, Metadata)
     assert hash(metadata) == hash(quantize(torch.randn(4, 64), "nvfp4").metadata)
     with pytest.raises(AttributeError):
-        metadata.format = "mxfp4"  # type: ignore[misc]
+        metadata.scheme.weight = "mxfp4"  # type: ignore[misc]
 
 
 @pytest.mark.parametrize("format", FORMATS)
