@@ -22,7 +22,7 @@ from mxquant.algorithms.matrices import is_computable, is_routed_call, matrix_of
 from mxquant.config import _MXConfig
 from mxquant.formats import get_format
 from mxquant.modules.experts import ExpertsLayout
-from mxquant.reference.fake_quantize import quantize_dequantize
+from mxquant.reference.fake_quantize import fake_quantize
 from mxquant.reference.hadamard import hadamard
 from mxquant.select import Target
 from mxquant.tensor import quantize
@@ -156,7 +156,7 @@ def _quantized_input(x_TK: Tensor, config: _MXConfig) -> Tensor:
     fmt = get_format(config.activation_format, activation=True)
     mode = config.activation_scale_mode or fmt.default_scale_mode
     given = x_TK if config.rotation is None else hadamard(x_TK, config.rotation)
-    values, outer = quantize_dequantize(given, fmt, mode, None, torch.float32)
+    values, outer = fake_quantize(given, fmt, mode, None, torch.float32)
     values = values if outer is None else values * outer
     return values if config.rotation is None else hadamard(values, config.rotation)
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from mxquant.backends.base import Backend, Groups, Operand, Problem
 from mxquant.formats.block import dequantize_blocks
 from mxquant.formats.spec import Format, get_format
-from mxquant.reference.fake_quantize import quantize_dequantize
+from mxquant.reference.fake_quantize import fake_quantize
 from mxquant.reference.lookup import decoded_rows
 
 # Decoded bytes held at a time: two megabytes stay in a CPU's cache; a GPU wants few launches instead.
@@ -66,7 +66,7 @@ def _prepare(x: Tensor, weight: Operand, problem: Problem) -> tuple[Tensor, Tens
         return x.to(dtype), None
     activation = get_format(problem.activation, activation=True)
     static = weight.activation_scale
-    return quantize_dequantize(
+    return fake_quantize(
         x, activation, problem.activation_scale_mode, None if static is None else static.reshape(()), dtype
     )
 

@@ -46,14 +46,14 @@ class Triton(Backend):
     def matmul(self, x: Tensor, weight: Operand, bias: Tensor | None, problem: Problem) -> Tensor:
         # Imported here: they import triton, which is not everywhere.
         from mxquant.kernels.quantize.dequantize import dequantize
-        from mxquant.kernels.quantize.fake_quantize import quantize_dequantize
+        from mxquant.kernels.quantize.fake_quantize import fake_quantize
 
         fmt = get_format(problem.weight)
         factors = [] if weight.per_tensor_scale is None else [weight.per_tensor_scale]
         if problem.activation is not None:
             activation = get_format(problem.activation, activation=True)
             static = weight.activation_scale
-            x, outer = quantize_dequantize(x, activation, problem.activation_scale_mode, static, torch.bfloat16)
+            x, outer = fake_quantize(x, activation, problem.activation_scale_mode, static, torch.bfloat16)
             factors += [] if outer is None else [outer]
         length, offset = problem.in_features, problem.block_offset
         w = dequantize(weight.qdata, weight.scale, fmt, length, block_offset=offset, dtype=torch.bfloat16)

@@ -25,7 +25,7 @@ from mxquant.formats.search import search_e4m3, search_e8m0
 from mxquant.formats.spec import Format
 
 
-def quantize_dequantize(
+def fake_quantize(
     x: Tensor, fmt: Format, scale_mode: str | None, static_scale: Tensor | None, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor | None]:
     """The values that `x` has in `fmt`, split into what is exact in `dtype` and what is left to multiply the result

@@ -58,9 +58,9 @@ def test_chunks_of_every_size(monkeypatch: pytest.MonkeyPatch, format: str, colu
 @pytest.mark.parametrize("activation", ["mxfp4", "mxfp6_e2m3", "nvfp4", "fp8_e4m3"])
 def test_activations_quantized_in_chunks(monkeypatch: pytest.MonkeyPatch, activation: str) -> None:
     """A row's operand is the same wherever the chunk that it falls in begins."""
-    from mxquant.reference import fake_quantize as qdq
+    from mxquant.reference import fake_quantize
 
-    monkeypatch.setattr(qdq, "chunk_elements", lambda x: 250)
+    monkeypatch.setattr(fake_quantize, "chunk_elements", lambda x: 250)
     x, w = operands("gaussian", 9, 100, 5)
     weight = quantized(w, "mxfp4", activation)
     assert_product(F.linear(x, weight), activation64(x, activation), decode64(weight))

@@ -19,10 +19,10 @@ from mxquant import ops, quantize
 from mxquant.backends import Groups
 from mxquant.formats import ACTIVATION_FORMATS, get_format, resolve_scale_mode
 from mxquant.formats.block import dequantize_blocks
-from mxquant.formats.block import quantize_blocks as cast_twin
+from mxquant.formats.block import quantize_blocks as quantize_twin
 from mxquant.kernels import has_triton
 from mxquant.ops import route
-from mxquant.reference.fake_quantize import quantize_dequantize as fakequant_twin
+from mxquant.reference.fake_quantize import fake_quantize as fake_quantize_twin
 from mxquant.reference.gated_activation import GatedActivation
 from mxquant.reference.hadamard import hadamard
 from mxquant.tensor import as_weight, grouped_product
@@ -35,18 +35,18 @@ pytestmark = [
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_cast(format: str, device: torch.device) -> None:
+def test_quantize(format: str, device: torch.device) -> None:
     from mxquant.kernels.quantize.strided import quantize_blocks
 
     fmt = get_format(format)
     for x in (torch.randn(3, 32), torch.randn(5, 33).bfloat16(), torch.randn(70, 40).t(), torch.randn(3, 1100)):
-        for ours, expected in zip(quantize_blocks(x.to(device), fmt), cast_twin(x, fmt)):
+        for ours, expected in zip(quantize_blocks(x.to(device), fmt), quantize_twin(x, fmt)):
             assert torch.equal(ours.cpu(), expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("format", FORMATS)
-def test_cast_whole_blocks(format: str, dtype: torch.dtype, device: torch.device) -> None:
+def test_quantize_whole_blocks(format: str, dtype: torch.dtype, device: torch.device) -> None:
     """Rotated and not, in programs that are not full."""
     from mxquant.kernels.quantize.strided import quantize_blocks
 
@@ -56,7 +56,7 @@ def test_cast_whole_blocks(format: str, dtype: torch.dtype, device: torch.device
         x = torch.randn(rows, 96).to(dtype)
         for rotation, expected in ((None, x), (fmt.block_size, hadamard(x, fmt.block_size or 0))):
             ours = quantize_blocks(x.to(device), fmt, rotation=rotation, **one)
-            for mine, twin in zip(ours, cast_twin(expected.to(device), fmt, **one)):
+            for mine, twin in zip(ours, quantize_twin(expected.to(device), fmt, **one)):
                 assert torch.equal(mine, twin)
 
 
@@ -104,15 +104,15 @@ def test_expand(format: str, device: torch.device) -> None:
     fmt = get_format(format)
     for rows, length, offset in ((1, 8, 0), (3, 35, 0), (5, 100, 7), (2, 4200, 0)):
         one = {"per_tensor_scale": torch.ones(())} if fmt.per_tensor else {}
-        qdata, scale = cast_twin(torch.randn(rows, offset + length), fmt, **one)
+        qdata, scale = quantize_twin(torch.randn(rows, offset + length), fmt, **one)
         expected = dequantize_blocks(qdata, scale, fmt, length, block_offset=offset, dtype=torch.bfloat16)
         ours = dequantize(qdata.to(device), scale.to(device), fmt, length, block_offset=offset, dtype=torch.bfloat16)
         assert torch.equal(ours.cpu(), expected)
 
 
 @pytest.mark.parametrize("name", ACTIVATION_FORMATS)
-def test_fakequant(name: str, device: torch.device) -> None:
-    from mxquant.kernels.quantize.fake_quantize import quantize_dequantize
+def test_fake_quantize(name: str, device: torch.device) -> None:
+    from mxquant.kernels.quantize.fake_quantize import fake_quantize
 
     fmt = get_format(name, activation=True)
     mode = resolve_scale_mode(fmt, None)
@@ -120,10 +120,8 @@ def test_fakequant(name: str, device: torch.device) -> None:
     for shape in ((1, 8), (3, 35), (5, 1100), (1, 17000)):
         for scale in {None, static}:
             x = torch.randn(shape).bfloat16()
-            ours = quantize_dequantize(
-                x.to(device), fmt, mode, None if scale is None else scale.to(device), torch.bfloat16
-            )
-            for mine, expected in zip(ours, fakequant_twin(x, fmt, mode, scale, torch.bfloat16)):
+            ours = fake_quantize(x.to(device), fmt, mode, None if scale is None else scale.to(device), torch.bfloat16)
+            for mine, expected in zip(ours, fake_quantize_twin(x, fmt, mode, scale, torch.bfloat16)):
                 assert mine is None or torch.equal(mine.cpu(), expected)
 
 

@@ -9,17 +9,17 @@ from torch import Tensor
 
 from mxquant.formats import ACTIVATION_FORMATS, FORMATS, WEIGHT_FORMATS, get_format
 from mxquant.formats.block import dequantize_blocks
-from mxquant.formats.block import quantize_blocks as cast_twin
+from mxquant.formats.block import quantize_blocks as quantize_twin
 from mxquant.kernels.mxfp4_sm90.activation_fp8 import (
     fold_activation,
     fold_activation_torch,
     fold_bfloat16,
     fold_bfloat16_torch,
 )
-from mxquant.kernels.quantize.dequantize import dequantize as expand
-from mxquant.kernels.quantize.fake_quantize import quantize_dequantize as fakequant
-from mxquant.kernels.quantize.strided import quantize_blocks as cast
-from mxquant.reference.fake_quantize import quantize_dequantize as fakequant_twin
+from mxquant.kernels.quantize.dequantize import dequantize
+from mxquant.kernels.quantize.fake_quantize import fake_quantize
+from mxquant.kernels.quantize.strided import quantize_blocks
+from mxquant.reference.fake_quantize import fake_quantize as fake_quantize_twin
 from mxquant.reference.lookup import decoded_rows
 
 Pairs = Iterator[tuple[Tensor, Tensor]]
@@ -27,21 +27,21 @@ Run = Callable[[Tensor, "str | None"], Pairs]
 """From x [rows, columns] and a scale mode to pairs of what a kernel wrote and what its twin did."""
 
 
-def _cast(name: str) -> Run:
+def _quantize(name: str) -> Run:
     def run(x: Tensor, mode: str | None) -> Pairs:
-        yield from zip(cast(x, FORMATS[name], mode), cast_twin(x.cpu(), FORMATS[name], mode))
+        yield from zip(quantize_blocks(x, FORMATS[name], mode), quantize_twin(x.cpu(), FORMATS[name], mode))
 
     return run
 
 
-def _expand(name: str) -> Run:
+def _dequantize(name: str) -> Run:
     """Of the codes of x: what the twin made of it."""
 
     def run(x: Tensor, mode: str | None) -> Pairs:
         fmt, length = FORMATS[name], x.shape[1]
-        qdata, scale = cast_twin(x.cpu(), fmt, mode)
+        qdata, scale = quantize_twin(x.cpu(), fmt, mode)
         for dtype in (torch.bfloat16, torch.float32):
-            values = expand(qdata.to(x.device), scale.to(x.device), fmt, length, dtype=dtype)
+            values = dequantize(qdata.to(x.device), scale.to(x.device), fmt, length, dtype=dtype)
             yield values, dequantize_blocks(qdata, scale, fmt, length, dtype=dtype)
 
     return run
@@ -50,7 +50,7 @@ def _expand(name: str) -> Run:
 def _lookup(name: str) -> Run:
     def run(x: Tensor, mode: str | None) -> Pairs:
         fmt, length = FORMATS[name], x.shape[1]
-        qdata, scale = cast_twin(x.cpu(), fmt, mode)
+        qdata, scale = quantize_twin(x.cpu(), fmt, mode)
         moved = qdata.to(x.device), scale.to(x.device)
         expected = dequantize_blocks(qdata, scale, fmt, length)
         for rows, values in decoded_rows(*moved, fmt, length, block_offset=0, dtype=torch.float32, step=7):
@@ -59,12 +59,13 @@ def _lookup(name: str) -> Run:
     return run
 
 
-def _fakequant(name: str) -> Run:
+def _fake_quantize(name: str) -> Run:
     fmt = get_format(name, activation=True)
 
     def run(x: Tensor, mode: str | None) -> Pairs:
         pairs = zip(
-            fakequant(x, fmt, mode, None, torch.float32), fakequant_twin(x.cpu(), fmt, mode, None, torch.float32)
+            fake_quantize(x, fmt, mode, None, torch.float32),
+            fake_quantize_twin(x.cpu(), fmt, mode, None, torch.float32),
         )
         yield from ((ours, expected) for ours, expected in pairs if expected is not None)
 
@@ -91,10 +92,10 @@ def _folded(ours: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) -> Pai
 
 
 KERNELS: dict[str, Run] = {
-    **{f"cast {name}": _cast(name) for name in WEIGHT_FORMATS},
-    **{f"expand {name}": _expand(name) for name in WEIGHT_FORMATS},
+    **{f"quantize {name}": _quantize(name) for name in WEIGHT_FORMATS},
+    **{f"dequantize {name}": _dequantize(name) for name in WEIGHT_FORMATS},
     **{f"lookup {name}": _lookup(name) for name in WEIGHT_FORMATS},
-    **{f"fakequant {name}": _fakequant(name) for name in ACTIVATION_FORMATS},
+    **{f"fake_quantize {name}": _fake_quantize(name) for name in ACTIVATION_FORMATS},
     "fold mxfp4": _fold,
     "fold bfloat16": _fold_bfloat16,
 }

@@ -69,8 +69,8 @@ def test_activations_are_quantized_once_for_each_matmul(
         quantized.append((tuple(x.shape), arguments[0].name))
         return original(x, *arguments)
 
-    original = emulation.quantize_dequantize
-    monkeypatch.setattr(emulation, "quantize_dequantize", spy)
+    original = emulation.fake_quantize
+    monkeypatch.setattr(emulation, "fake_quantize", spy)
     experts_forward(experts, x, ids, weights)
     assert quantized == [((5, HIDDEN), activation), ((10, experts.down_proj.shape[-1]), activation)]
 

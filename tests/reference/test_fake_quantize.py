@@ -5,14 +5,14 @@ import torch
 from matmul_reference import ACTIVATIONS, activation64
 
 from mxquant.formats import get_format, resolve_scale_mode
-from mxquant.reference.fake_quantize import quantize_dequantize
+from mxquant.reference.fake_quantize import fake_quantize
 
 FORMATS = [a for a in ACTIVATIONS if a is not None]
 
 
 def values64(x: torch.Tensor, activation: str, mode: str | None = None) -> torch.Tensor:
     fmt = get_format(activation, activation=True)
-    values, outer = quantize_dequantize(x, fmt, resolve_scale_mode(fmt, mode), None, torch.float32)
+    values, outer = fake_quantize(x, fmt, resolve_scale_mode(fmt, mode), None, torch.float32)
     return values.double() if outer is None else values.double() * outer.double()
 
 

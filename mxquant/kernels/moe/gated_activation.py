@@ -61,13 +61,15 @@ def gated_activation(both_S2F: Tensor, gate: GatedActivation) -> Tensor:
     places, width = both_S2F.shape[0], both_S2F.shape[1] // 2
     out = torch.empty(places, width, dtype=both_S2F.dtype, device=both_S2F.device)
     with torch.cuda.device_of(both_S2F):
-        _gate_kernel[(places, cdiv(width, 1024))](both_S2F, out, width, GATE=gate, BLOCK=1024)
+        mxquant_gated_activation[(places, cdiv(width, 1024))](both_S2F, out, width, GATE=gate, BLOCK=1024)
     return out
 
 
 @cached_launch
 @triton.jit
-def _gate_kernel(both: tl.tensor, out: tl.tensor, F: tl.tensor, GATE: tl.constexpr, BLOCK: tl.constexpr) -> None:
+def mxquant_gated_activation(
+    both: tl.tensor, out: tl.tensor, F: tl.tensor, GATE: tl.constexpr, BLOCK: tl.constexpr
+) -> None:
     place = tl.program_id(0).to(tl.int64)
     start = tl.program_id(1) * BLOCK
     gated = load_gated(both + place * 2 * F, start, F, GATE, BLOCK)

@@ -27,13 +27,13 @@ def route(ids_TK: Tensor, experts: int) -> Routing:
     place = torch.empty_like(order)
     block = max(16, min(1024, next_power_of_2(ids.numel())))
     with torch.cuda.device_of(ids):
-        _route_kernel[(experts + 1,)](ids, offsets, order, place, ids.numel(), experts, BLOCK=block)
+        mxquant_route[(experts + 1,)](ids, offsets, order, place, ids.numel(), experts, BLOCK=block)
     return Routing(offsets, order, place, ids_TK)
 
 
 @cached_launch
 @triton.jit
-def _route_kernel(
+def mxquant_route(
     ids: tl.tensor,
     offsets: tl.tensor,
     order: tl.tensor,
@@ -83,7 +83,7 @@ def combine(y_SH: Tensor, routing: Routing, weights_TK: Tensor | None, dtype: to
     out = torch.empty(tokens, width, dtype=dtype, device=y_SH.device)
     weights = y_SH if weights_TK is None else weights_TK.contiguous()
     with torch.cuda.device_of(y_SH):
-        _combine_kernel[(tokens, cdiv(width, 1024))](
+        mxquant_combine[(tokens, cdiv(width, 1024))](
             y_SH, routing.place_S, ids_TK.contiguous(), weights, out, width, choices, experts,
             WEIGHTED=weights_TK is not None, BLOCK=1024,
         )  # fmt: skip
@@ -92,7 +92,7 @@ def combine(y_SH: Tensor, routing: Routing, weights_TK: Tensor | None, dtype: to
 
 @cached_launch
 @triton.jit
-def _combine_kernel(
+def mxquant_combine(
     y: tl.tensor,
     place: tl.tensor,
     ids: tl.tensor,

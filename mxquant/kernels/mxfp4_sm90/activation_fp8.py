@@ -31,8 +31,8 @@ from mxquant.formats.spec import FORMATS
 from mxquant.kernels.moe.gated_activation import load_gated_pairs
 from mxquant.kernels.mxfp4_sm90.activation_fp16 import fold_bfloat16_kernel
 from mxquant.kernels.primitives.bf16x2 import four_high_bytes, fp8_word, look_up
-from mxquant.kernels.primitives.e2m1x2 import encode_pairs, largest_of_pairs
-from mxquant.kernels.primitives.hadamard import rotate_block
+from mxquant.kernels.primitives.e2m1x2 import amax_of_pairs, encode_pairs
+from mxquant.kernels.primitives.hadamard import hadamard_block
 from mxquant.kernels.primitives.numerics import (
     INTERPRETED,
     e8m0_from_amax,
@@ -218,7 +218,7 @@ def _pairs_of(x: tl.tensor, block: tl.tensor, K: tl.tensor, GATE: tl.constexpr, 
     pairs = load_pairs(x + block * 32) if GATE is None else load_gated_pairs(x, block, K, GATE)
     if ROTATED:
         tl.static_assert(tl.bfloat16 == x.dtype.element_ty)
-        pairs = nearest_pairs(rotate_block(fp32_values(pairs, tl.bfloat16)))
+        pairs = nearest_pairs(hadamard_block(fp32_values(pairs, tl.bfloat16)))
     return pairs
 
 
@@ -236,7 +236,7 @@ def _quantize_part(
         tl.static_assert(GATE is None)
         values = fp32_values(pairs, DTYPE)
         pairs = odd_pairs(values[0::2], values[1::2])
-    exponent = e8m0_from_amax(largest_of_pairs(pairs), 2, 1, 7, MODE)
+    exponent = e8m0_from_amax(amax_of_pairs(pairs), 2, 1, 7, MODE)
     codes = encode_pairs(pairs, e8m0_reciprocal(exponent), MODE == "floor")
     nibbles: tl.tuple = ()
     signs: tl.tuple = ()

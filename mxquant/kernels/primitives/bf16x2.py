@@ -48,7 +48,7 @@ def pair(low: tl.tensor, high: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def choose_bytes(first: tl.tensor, second: tl.tensor, SELECTOR: tl.constexpr) -> tl.tensor:
+def byte_perm(first: tl.tensor, second: tl.tensor, SELECTOR: tl.constexpr) -> tl.tensor:
     """A word of four of the bytes of two words: those of `first` are 0 to 3, from the lowest, those of `second` 4 to 7.
 
     Args:
@@ -69,7 +69,7 @@ def choose_bytes(first: tl.tensor, second: tl.tensor, SELECTOR: tl.constexpr) ->
 @triton.jit
 def four_high_bytes(first: tl.tensor, second: tl.tensor) -> tl.tensor:
     """The high byte of each half: those of the first word, then those of the second."""
-    return choose_bytes(first, second, 0x7531)
+    return byte_perm(first, second, 0x7531)
 
 
 @triton.jit
@@ -125,7 +125,7 @@ def min_pairs(a: tl.tensor, b: tl.tensor) -> tl.tensor:
 @triton.jit
 def top_pair(low: tl.tensor, high: tl.tensor) -> tl.tensor:
     """A word of the high halves of two int32 tensors: of numbers given by their fp32 bits, cut off."""
-    return choose_bytes(low, high, 0x7632)
+    return byte_perm(low, high, 0x7632)
 
 
 @triton.jit

@@ -2,7 +2,7 @@
 
 A product with a power of two is exact in bf16, and one fused multiply-add with a constant rounds once, as fp32 would.
 
-Twin: `encode` of `triton_numerics`, equal bit by bit.
+Twin: `encode` of `numerics`, equal bit by bit.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ import triton
 import triton.language as tl
 
 from mxquant.kernels.primitives.bf16x2 import fma_pairs, halves, max_pairs, min_pairs
-from mxquant.kernels.primitives.pack import choose_bits
+from mxquant.kernels.primitives.pack import bit_select
 
 ABOVE = tl.constexpr((127 + 7 - 1) << 7)
 """The bf16 number whose last bit is E2M1's smallest step: the bits above a code."""
 
 
 @triton.jit
-def largest_of_pairs(words: tl.tuple) -> tl.tensor:
+def amax_of_pairs(words: tl.tuple) -> tl.tensor:
     """As `_largest`, of bf16 numbers."""
     both = words[0] & 0x7FFF7FFF
     for i in tl.static_range(1, len(words)):
@@ -30,7 +30,7 @@ def largest_of_pairs(words: tl.tuple) -> tl.tensor:
 @triton.jit
 def _twice(bits: tl.tensor) -> tl.tensor:
     """A word with a bf16 number, given by its fp32 bits, in both halves."""
-    return choose_bits(bits, bits >> 16, -0x10000)
+    return bit_select(bits, bits >> 16, -0x10000)
 
 
 @triton.jit
@@ -46,7 +46,7 @@ def encode_pairs(words: tl.tuple, factor: tl.tensor, SATURATE: tl.constexpr) -> 
 def _encode_pair(
     word: tl.tensor, steep: tl.tensor, middle: tl.tensor, flat: tl.tensor, SATURATE: tl.constexpr
 ) -> tl.tensor:
-    """The least of three straight lines, as `_encode_three_binades` of `triton_numerics`, whose last bit is bf16's."""
+    """The least of three straight lines, as `_encode_three_binades` of `numerics`, whose last bit is bf16's."""
     BOTH: tl.constexpr = 0x10001
     magnitude = word & 0x7FFF7FFF
     code = fma_pairs(magnitude, flat, (ABOVE + 4) * BOTH)

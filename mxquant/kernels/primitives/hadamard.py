@@ -1,7 +1,7 @@
-"""The block Hadamard rotation of `rotate`, in registers: for kernels that hold one block in each thread.
+"""The block Hadamard rotation in registers, for kernels that hold one block in each thread.
 
 A block is a tuple of as many tensors as it has elements, so that a stage of the butterfly is nothing but sums and
-differences. Twin: `rotate`, equal bit by bit.
+differences. Twin: `mxquant.reference.hadamard`, equal bit by bit.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ import triton.language as tl
 
 
 @triton.jit
-def rotate_block(values: tl.tuple) -> tl.tuple:
+def hadamard_block(values: tl.tuple) -> tl.tuple:
     """The orthonormal Hadamard matrix times blocks: a tuple of 16 or 32 fp32 tensors to another."""
-    return rotate_block_and_largest(values)[0]
+    return hadamard_block_and_amax(values)[0]
 
 
 @triton.jit
-def rotate_block_and_largest(values: tl.tuple) -> tuple[tl.tuple, tl.tensor]:
-    """As `rotate_block`, and the fp32 bits of the largest magnitude; of NaN or Inf, if there is either.
+def hadamard_block_and_amax(values: tl.tuple) -> tuple[tl.tuple, tl.tensor]:
+    """As `hadamard_block`, and the fp32 bits of the largest magnitude; of NaN or Inf, if there is either.
 
     The larger of |a + b| and |a - b| is |a| + |b|, rounded alike, and a rounded product with a constant keeps order: so
     a sum finds the largest of two, where as many comparisons would keep the units busy that do integers.

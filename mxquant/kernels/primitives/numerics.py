@@ -4,7 +4,7 @@ An element format is three compile-time numbers: its exponent bits, its mantissa
 value. No division but the IEEE one, no exp2 and no log2 takes part. Products with powers of two may have subnormal
 operands and results; Triton flushes those on no device.
 
-Twins: `element.py`, `scale.py` and the `round_to_element` of `kernels/qdq.py`, equal bit by bit.
+Twins: `mxquant.formats.element` and `mxquant.formats.scale`, equal bit by bit.
 """
 
 from __future__ import annotations

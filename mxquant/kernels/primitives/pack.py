@@ -9,14 +9,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from mxquant.kernels.primitives.bf16x2 import choose_bytes, pair
+from mxquant.kernels.primitives.bf16x2 import byte_perm, pair
 
 _TOPS = tl.constexpr(-0x7F7F7F80)  # the top bits of four bytes
 _NIBBLE_TOPS = tl.constexpr(-0x77777778)
 
 
 @triton.jit
-def choose_bits(where_set: tl.tensor, where_clear: tl.tensor, MASK: tl.constexpr) -> tl.tensor:
+def bit_select(where_set: tl.tensor, where_clear: tl.tensor, MASK: tl.constexpr) -> tl.tensor:
     """Bits by a mask: one instruction."""
     return (where_set & MASK) | (where_clear & ~MASK)
 
@@ -24,8 +24,8 @@ def choose_bits(where_set: tl.tensor, where_clear: tl.tensor, MASK: tl.constexpr
 @triton.jit
 def four_nibbles(first: tl.tensor, second: tl.tensor) -> tl.tensor:
     """Four codes of two words in the low half."""
-    transposed = choose_bits(first, second << 8, 0x00FF00FF)  # codes 0, 2, 1, 3, one a byte
-    return choose_bits(transposed, transposed >> 12, 0x0F0F)
+    transposed = bit_select(first, second << 8, 0x00FF00FF)  # codes 0, 2, 1, 3, one a byte
+    return bit_select(transposed, transposed >> 12, 0x0F0F)
 
 
 @triton.jit
@@ -38,7 +38,7 @@ def pack_nibbles(codes: tl.tuple, signs: tl.tuple) -> tl.tuple:
     """
     signed: tl.tuple = ()
     for i in tl.static_range(len(codes)):
-        signed = signed + (choose_bits(signs[i] >> 12, codes[i], 0x80008),)
+        signed = signed + (bit_select(signs[i] >> 12, codes[i], 0x80008),)
     words: tl.tuple = ()
     for i in tl.static_range(0, len(codes), 4):
         words = words + (pair(four_nibbles(signed[i], signed[i + 1]), four_nibbles(signed[i + 2], signed[i + 3])),)
@@ -71,9 +71,9 @@ def pack_nibbles_apart(codes: tl.tuple, signs: tl.tuple, ABOVE: tl.constexpr) ->
     for i in tl.static_range(0, len(codes), 4):
         nibbles = codes[i] ^ (codes[i + 1] << 4) ^ (codes[i + 2] << 8)
         nibbles = nibbles ^ (codes[i + 3] << 12) ^ WORD
-        even = choose_bytes(signs[i], signs[i + 2], 0x7351)
-        odd = choose_bytes(signs[i + 1], signs[i + 3], 0x7351)
-        words = words + (choose_bits(choose_bits(odd, even >> 4, _TOPS), nibbles, _NIBBLE_TOPS),)
+        even = byte_perm(signs[i], signs[i + 2], 0x7351)
+        odd = byte_perm(signs[i + 1], signs[i + 3], 0x7351)
+        words = words + (bit_select(bit_select(odd, even >> 4, _TOPS), nibbles, _NIBBLE_TOPS),)
     return words
 
 
@@ -96,15 +96,15 @@ def pack_sixes(words: tl.tuple) -> tl.tuple:
     """
     packed: tl.tuple = ()
     for i in tl.static_range(0, 8, 4):
-        a, b, c, d = [choose_bits(word >> 2, word, 0x20202020) for word in words[i : i + 4]]
+        a, b, c, d = [bit_select(word >> 2, word, 0x20202020) for word in words[i : i + 4]]
         # The first, second and third byte of each three, which hold four codes.
-        first = choose_bits(b << 6, a, -0x3F3F3F40)
-        second = choose_bits(c << 4, b >> 2, -0x0F0F0F10)
-        third = choose_bits(d << 2, c >> 4, -0x03030304)
+        first = bit_select(b << 6, a, -0x3F3F3F40)
+        second = bit_select(c << 4, b >> 2, -0x0F0F0F10)
+        third = bit_select(d << 2, c >> 4, -0x03030304)
         packed = packed + (
-            choose_bytes(choose_bytes(first, second, 0x1040), third, 0x3410),
-            choose_bytes(choose_bytes(second, first, 0x2601), third, 0x3250),
-            choose_bytes(choose_bytes(first, second, 0x0730), third, 0x7216),
+            byte_perm(byte_perm(first, second, 0x1040), third, 0x3410),
+            byte_perm(byte_perm(second, first, 0x2601), third, 0x3250),
+            byte_perm(byte_perm(first, second, 0x0730), third, 0x7216),
         )
     return _wide(packed[0], packed[1]), _wide(packed[2], packed[3]), _wide(packed[4], packed[5])
 

@@ -6,7 +6,7 @@ exact, and one fused multiply-add with a constant rounds once, as fp32 would; wh
 to odd first. Six and eight bits are what the GPU's conversion to FP8 gives. NVFP4 divides, in fp32; so is all
 arithmetic where instructions are missing.
 
-Twin: `quantize_blocks` of `mxquant.formats.block`, after `rotate`, equal byte by byte.
+Twin: `quantize_blocks` of `mxquant.formats.block`, after `mxquant.reference.hadamard`, equal byte by byte.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from torch import Tensor
 
 from mxquant.formats.spec import Format
 from mxquant.kernels.primitives.bf16x2 import four_high_bytes, fp8_word, pair, top_pair
-from mxquant.kernels.primitives.e2m1x2 import ABOVE, encode_pairs, largest_of_pairs
-from mxquant.kernels.primitives.hadamard import rotate_block, rotate_block_and_largest
+from mxquant.kernels.primitives.e2m1x2 import ABOVE, amax_of_pairs, encode_pairs
+from mxquant.kernels.primitives.hadamard import hadamard_block, hadamard_block_and_amax
 from mxquant.kernels.primitives.numerics import (
     DTYPES,
     divide_block,
@@ -34,7 +34,7 @@ from mxquant.kernels.primitives.numerics import (
     saturates,
 )
 from mxquant.kernels.primitives.pack import (
-    choose_bits,
+    bit_select,
     four_apart,
     in_order_of_sixes,
     pack_nibbles,
@@ -86,7 +86,7 @@ def quantize_whole_blocks(
     if not x.is_cuda:
         size = _INTERPRETED
     with torch.cuda.device_of(x):
-        _quantize_kernel[(cdiv(blocks, size),)](
+        mxquant_quantize_contiguous[(cdiv(blocks, size),)](
             x.view(torch.int32),
             qdata.view(torch.int64 if bits == 6 else torch.int32),
             scale,
@@ -110,7 +110,7 @@ def quantize_whole_blocks(
 
 @cached_launch
 @triton.jit(do_not_specialize=["blocks"])
-def _quantize_kernel(
+def mxquant_quantize_contiguous(
     words_ptr: tl.tensor,
     qdata_ptr: tl.tensor,
     scale_ptr: tl.tensor,
@@ -143,9 +143,9 @@ def _quantize_kernel(
     else:
         values = fp32_values(words, DTYPE)
         if ROTATED:
-            values, largest = rotate_block_and_largest(values)
+            values, largest = hadamard_block_and_amax(values)
         elif PAIRWISE_MAXIMUM:
-            largest = largest_of_pairs(words)
+            largest = amax_of_pairs(words)
         else:
             largest = _largest(values)
         factor = 1.0
@@ -176,9 +176,9 @@ def _quantize_in_pairs(
     APART: tl.constexpr = ROTATED or tl.bfloat16 != DTYPE
     if APART:
         values = fp32_values(words, DTYPE)
-        low, high = four_apart(rotate_block(values) if ROTATED else values)
+        low, high = four_apart(hadamard_block(values) if ROTATED else values)
         words, signs = odd_pairs(low, high), top_pairs(low, high)
-    byte = e8m0_from_amax(largest_of_pairs(words), 2, 1, 7, MODE)
+    byte = e8m0_from_amax(amax_of_pairs(words), 2, 1, 7, MODE)
     codes = encode_pairs(words, e8m0_reciprocal(byte), SATURATE)
     return byte, pack_nibbles_apart(codes, signs, ABOVE) if APART else pack_nibbles(codes, signs)
 
@@ -216,7 +216,7 @@ def _pack_values(codes: tl.tuple, values: tl.tuple, BITS: tl.constexpr, CANONICA
         for i in tl.static_range(0, len(codes), 4):
             word = codes[i] & MASK | (codes[i + 1] & MASK) << 8 | (codes[i + 2] & MASK) << 16 | codes[i + 3] << 24
             tops = four_high_bytes(top_pair(signs[i], signs[i + 1]), top_pair(signs[i + 2], signs[i + 3]))
-            words = words + (choose_bits(tops, word, -0x7F7F7F80),)
+            words = words + (bit_select(tops, word, -0x7F7F7F80),)
         packed = pack_sixes(words) if BITS == 6 else words
     return packed
 

@@ -59,7 +59,7 @@ def dequantize(
     steps = min(_STEPS, cdiv(units, columns))
     tiles_per_row = cdiv(units, columns * steps)
     with torch.cuda.device_of(qdata):
-        _dequantize_kernel[(cdiv(rows, threads // columns) * tiles_per_row,)](
+        mxquant_dequantize[(cdiv(rows, threads // columns) * tiles_per_row,)](
             source,
             scale,
             values,
@@ -96,7 +96,7 @@ def _as_words(qdata: Tensor, bits: int) -> Tensor:
 
 @cached_launch
 @triton.jit(do_not_specialize=["rows", "tiles_per_row"])
-def _dequantize_kernel(
+def mxquant_dequantize(
     source_ptr: tl.tensor,
     scale_ptr: tl.tensor,
     values_ptr: tl.tensor,

@@ -1,6 +1,6 @@
 """Quantize and dequantize activations without making codes, on a GPU: what an emulated matmul multiplies.
 
-Twin: `quantize_dequantize` of `mxquant.reference.fake_quantize`, equal bit by bit.
+Twin: `fake_quantize` of `mxquant.reference.fake_quantize`, equal bit by bit.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def reject(fmt: Format, scale_mode: str | None, dtype: torch.dtype) -> str | Non
     )
 
 
-def quantize_dequantize(
+def fake_quantize(
     x: Tensor, fmt: Format, scale_mode: str | None, static_scale: Tensor | None, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor | None]:
     """The values that `x` [M, K] has in `fmt`, in `dtype` (bf16, fp16 or fp32), and the fp32 factor [M, 1] that
@@ -68,7 +68,7 @@ def quantize_dequantize(
     in_one_launch = length <= _LONGEST_ROW
     if not in_one_launch:
         with torch.cuda.device_of(x):
-            _row_scale_kernel[(rows,)](
+            mxquant_row_scale[(rows,)](
                 x, outer, length, *x.stride(), DIVISOR=_divisor(fmt), NVFP4=fmt.per_tensor, COLUMNS=4096, num_warps=8
             )
     _launch(x, values, outer, fmt, None, dynamic=in_one_launch)
@@ -91,7 +91,7 @@ def _launch(
     tile_rows = max(1, min(next_power_of_2(rows), _TILE // columns))
     tiles_per_row = cdiv(length, columns)
     with torch.cuda.device_of(x):
-        _quantize_dequantize_kernel[(cdiv(rows, tile_rows) * tiles_per_row,)](
+        mxquant_fake_quantize[(cdiv(rows, tile_rows) * tiles_per_row,)](
             x,
             values,
             outer,
@@ -115,7 +115,7 @@ def _launch(
 
 @cached_launch
 @triton.jit(do_not_specialize=["rows", "tiles_per_row"])
-def _quantize_dequantize_kernel(
+def mxquant_fake_quantize(
     x_ptr: tl.tensor,
     values_ptr: tl.tensor,
     outer_ptr: tl.tensor,
@@ -190,7 +190,7 @@ def _row_scale(amax_bits: tl.tensor, DIVISOR: tl.constexpr) -> tl.tensor:
 
 @cached_launch
 @triton.jit
-def _row_scale_kernel(
+def mxquant_row_scale(
     x_ptr: tl.tensor,
     outer_ptr: tl.tensor,
     length: tl.tensor,

@@ -39,7 +39,7 @@ def gptq_columns(w_KN: Tensor, unit_KN: Tensor, factor_KK: Tensor, element: Elem
     rounded_KN, error_KN = torch.empty_like(w_KN), torch.empty_like(w_KN)
     rows = _ROWS if w_KN.is_cuda else _INTERPRETED
     with torch.cuda.device_of(w_KN):
-        _round_columns_kernel[(cdiv(n, rows),)](
+        mxquant_gptq_columns[(cdiv(n, rows),)](
             w_KN, unit_KN, factor_KK.contiguous(), rounded_KN, error_KN, n, k, *unit_KN.stride(),
             **element_constants(element), COLUMNS=next_power_of_2(k), ROWS=rows,
             num_warps=1,
@@ -49,7 +49,7 @@ def gptq_columns(w_KN: Tensor, unit_KN: Tensor, factor_KK: Tensor, element: Elem
 
 @cached_launch
 @triton.jit(do_not_specialize=["n", "k"])
-def _round_columns_kernel(
+def mxquant_gptq_columns(
     w_ptr: tl.tensor,
     unit_ptr: tl.tensor,
     factor_ptr: tl.tensor,

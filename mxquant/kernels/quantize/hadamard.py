@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mxquant.kernels import reject_unlisted
-from mxquant.kernels.primitives.hadamard import rotate_block
+from mxquant.kernels.primitives.hadamard import hadamard_block
 from mxquant.kernels.primitives.numerics import DTYPES, from_fp32
 from mxquant.kernels.primitives.thread_block import fp32_values, joined_words, load_block
 from mxquant.kernels.runtime.launch import cached_launch, cdiv
@@ -41,7 +41,7 @@ def hadamard(x: Tensor, size: int, dtype: torch.dtype) -> Tensor:
     if blocks:
         program = _BLOCKS if x.is_cuda else _INTERPRETED
         with torch.cuda.device_of(x):
-            _rotate_kernel[(cdiv(blocks, program),)](
+            mxquant_hadamard[(cdiv(blocks, program),)](
                 x.view(torch.int32), y, blocks, DTYPE=DTYPES[x.dtype], SIZE=size, BLOCKS=program,
                 num_warps=program // 32,
             )  # fmt: skip
@@ -50,7 +50,7 @@ def hadamard(x: Tensor, size: int, dtype: torch.dtype) -> Tensor:
 
 @cached_launch
 @triton.jit(do_not_specialize=["blocks"])
-def _rotate_kernel(
+def mxquant_hadamard(
     words_ptr: tl.tensor,
     y_ptr: tl.tensor,
     blocks: tl.tensor,
@@ -60,5 +60,5 @@ def _rotate_kernel(
 ) -> None:
     block = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
     words = load_block(words_ptr, tl.minimum(block, blocks - 1), SIZE * DTYPE.primitive_bitwidth // 32)
-    rotated = from_fp32(joined_words(rotate_block(fp32_values(words, DTYPE))), y_ptr.dtype.element_ty)
+    rotated = from_fp32(joined_words(hadamard_block(fp32_values(words, DTYPE))), y_ptr.dtype.element_ty)
     tl.store(y_ptr + block[:, None] * SIZE + tl.arange(0, SIZE)[None, :], rotated, mask=(block < blocks)[:, None])

@@ -128,7 +128,7 @@ def _launch(
     tile = _tile(rows, length, strides, fmt.block_size)
     tiles_per_row = cdiv(length, tile.columns)
     with torch.cuda.device_of(x):
-        _quantize_kernel[(cdiv(rows, tile.rows) * tiles_per_row,)](
+        mxquant_quantize_strided[(cdiv(rows, tile.rows) * tiles_per_row,)](
             x,
             qdata,
             scale,
@@ -189,7 +189,7 @@ def _quantize(
 
 @cached_launch
 @triton.jit(do_not_specialize=["rows", "tiles_per_row"])
-def _quantize_kernel(
+def mxquant_quantize_strided(
     x_ptr: tl.tensor,
     qdata_ptr: tl.tensor,
     scale_ptr: tl.tensor,

@@ -153,7 +153,7 @@ def test_groups_of_gated_rows(
     bias, offsets = torch.randn(3, 64, device=device), torch.tensor([1, 1, 7], dtype=torch.int32, device=device)
     arguments = (words, bytes_, bias, offsets, None, 64, mode, torch.float32)
     expected = multiply_groups(gated_activation(both, known), *arguments, rotated=rotated)
-    monkeypatch.setattr(gate_rows, "_gate_kernel", None)
+    monkeypatch.setattr(gate_rows, "mxquant_gated_activation", None)
     with poisoned_workspaces(0xFF):
         y = multiply_groups(both, *arguments, gate=known, rotated=rotated)
     assert launched[: len(launched) // 2] == launched[len(launched) // 2 :]  # the gate's own kernel is no step

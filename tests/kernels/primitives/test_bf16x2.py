@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mxquant.formats import ELEMENT_FORMATS
 from mxquant.formats.element import encode
-from mxquant.kernels.primitives.bf16x2 import choose_bytes, fma_pairs, fp8_word, max_pairs, min_pairs, odd_pair
+from mxquant.kernels.primitives.bf16x2 import byte_perm, fma_pairs, fp8_word, max_pairs, min_pairs, odd_pair
 from mxquant.kernels.runtime.launch import cdiv
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -29,7 +29,7 @@ def _pairs_kernel(a_ptr: tl.tensor, b_ptr: tl.tensor, c_ptr: tl.tensor, y_ptr: t
     elif WHAT == "min":
         y = min_pairs(a, b)
     elif WHAT == "bytes":
-        y = choose_bytes(a, b, 0x7160)
+        y = byte_perm(a, b, 0x7160)
     else:
         y = odd_pair(a, b)
     tl.store(y_ptr + i, y)

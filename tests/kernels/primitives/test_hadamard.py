@@ -6,9 +6,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mxquant.kernels.primitives.hadamard import rotate_block
+from mxquant.kernels.primitives.hadamard import hadamard_block
 from mxquant.kernels.primitives.thread_block import fp32_values, load_block
-from mxquant.kernels.quantize import hadamard as rotate_blocks
+from mxquant.kernels.quantize import hadamard as hadamard_kernel
 from mxquant.reference.hadamard import hadamard
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -19,7 +19,7 @@ BLOCKS = 256
 @triton.jit
 def _rotate_kernel(x_ptr: tl.tensor, y_ptr: tl.tensor, SIZE: tl.constexpr, BLOCKS: tl.constexpr) -> None:
     block = tl.arange(0, BLOCKS)
-    rotated = rotate_block(fp32_values(load_block(x_ptr, block, SIZE), tl.float32))
+    rotated = hadamard_block(fp32_values(load_block(x_ptr, block, SIZE), tl.float32))
     for i in tl.static_range(SIZE):
         tl.store(y_ptr + block * SIZE + i, rotated[i])
 
@@ -64,8 +64,8 @@ def test_in_one_launch(size: int, dtype: torch.dtype, to: torch.dtype, device: t
     x[0, 4] = torch.finfo(torch.bfloat16).max
     expected = hadamard(x, size).to(to)
     for given in (x, x.transpose(1, 2).contiguous().transpose(1, 2)):
-        ours = rotate_blocks.hadamard(given.to(device), size, to)
+        ours = hadamard_kernel.hadamard(given.to(device), size, to)
         assert same_bits(ours.float(), expected.float())
         assert ours.dtype == to
-    assert rotate_blocks.hadamard(x[:0].to(device), size, to).shape == (0, 431, 2 * size)
+    assert hadamard_kernel.hadamard(x[:0].to(device), size, to).shape == (0, 431, 2 * size)
     assert not same_bits(ours.float(), x.to(to).float())

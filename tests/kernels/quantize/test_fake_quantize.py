@@ -5,8 +5,8 @@ import torch
 from torch import Tensor
 
 from mxquant.formats import ACTIVATION_FORMATS, FORMATS, get_format, resolve_scale_mode
-from mxquant.kernels.quantize.fake_quantize import quantize_dequantize
-from mxquant.reference.fake_quantize import quantize_dequantize as twin
+from mxquant.kernels.quantize.fake_quantize import fake_quantize
+from mxquant.reference.fake_quantize import fake_quantize as twin
 
 # Overflow and NaN are wanted here; NumPy, which Triton's interpreter computes with, warns of them.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -26,7 +26,7 @@ def bits(x: Tensor) -> Tensor:
 def check(x: Tensor, name: str, mode: str | None, dtype: torch.dtype, static_scale: Tensor | None = None) -> None:
     fmt = get_format(name, activation=True)
     mode = resolve_scale_mode(fmt, mode)
-    values, outer = quantize_dequantize(x, fmt, mode, static_scale, dtype)
+    values, outer = fake_quantize(x, fmt, mode, static_scale, dtype)
     on_cpu = None if static_scale is None else static_scale.cpu()
     expected, expected_outer = twin(x.cpu(), fmt, mode, on_cpu, dtype)
     assert values.dtype == dtype
@@ -95,6 +95,6 @@ def test_rows_of_several_tiles(device: torch.device) -> None:
 def test_another_mode_is_noticed(name: str, device: torch.device) -> None:
     x = torch.randn(16, 32).to(device)
     fmt = FORMATS[name]
-    ours, _ = quantize_dequantize(x, fmt, "floor", None, torch.float32)
+    ours, _ = fake_quantize(x, fmt, "floor", None, torch.float32)
     other, _ = twin(x.cpu(), fmt, "ceil", None, torch.float32)
     assert not torch.equal(ours.cpu(), other)
