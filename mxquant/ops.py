@@ -140,8 +140,8 @@ def route(ids_TK: Tensor, experts: int) -> Routing:
 def combine(y_SH: Tensor, routing: Routing, weights_TK: Tensor | None, dtype: torch.dtype) -> Tensor:
     """The sum of each token's experts, times the router's weights where given: [T, H] in `dtype`.
 
-    Sums are in fp32 (fp64 for fp64). Pairs of no expert here are left out, whatever their weight. Differentiable, by
-    torch's operators.
+    Sums are in fp32 (fp64 for fp64). Pairs of no expert here are left out, even where their weight is NaN.
+    Differentiable, by torch's operators.
     """
     tensors = (y_SH,) if weights_TK is None else (y_SH, weights_TK)
     if _runs_kernels(*tensors):

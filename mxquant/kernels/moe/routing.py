@@ -1,8 +1,8 @@
-"""To the experts and back: token-expert pairs sorted by expert in one launch, and their outputs added up in another.
+"""Routing of tokens to experts: sort token-expert pairs by expert in one launch, add up their outputs in another.
 
-Twins: `mxquant.reference.routing`, where they are described, too.
+Twins: `route` and `combine` of `mxquant.reference.routing`.
 
-Shape suffixes: T tokens, K choices a token, S = T K sorted places, E experts, H width of a token.
+Shape suffixes: T tokens, K choices a token, S = T K sorted token-expert pairs, E experts, H width of a token.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ def route(ids_TK: Tensor, experts: int) -> Routing:
     offsets = torch.empty(experts, dtype=torch.int32, device=ids.device)
     # Not one tensor for both: of an odd number of pairs the second would not be aligned.
     order = torch.empty(ids.numel(), dtype=torch.int64, device=ids.device)
-    place = torch.empty_like(order)
+    sorted_index = torch.empty_like(order)
     block = max(16, min(1024, next_power_of_2(ids.numel())))
     with torch.cuda.device_of(ids):
-        mxquant_route[(experts + 1,)](ids, offsets, order, place, ids.numel(), experts, BLOCK=block)
-    return Routing(offsets, order, place, ids_TK)
+        mxquant_route[(experts + 1,)](ids, offsets, order, sorted_index, ids.numel(), experts, BLOCK=block)
+    return Routing(offsets, order, sorted_index, ids_TK)
 
 
 @cached_launch
@@ -37,12 +37,12 @@ def mxquant_route(
     ids: tl.tensor,
     offsets: tl.tensor,
     order: tl.tensor,
-    place: tl.tensor,
+    sorted_index: tl.tensor,
     S: tl.tensor,
     E: tl.tensor,
     BLOCK: tl.constexpr,
 ) -> None:
-    """One program an expert, and one for the pairs that belong to none: each counts who comes before its own."""
+    """One program an expert, and one for the pairs of no expert. Each counts the pairs that sort before its own."""
     expert = tl.program_id(0)
     before = tl.zeros((BLOCK,), tl.int32)
     for start in range(0, S, BLOCK):
@@ -54,7 +54,7 @@ def mxquant_route(
         mine = (_expert_of(ids, pair, S, E) == expert).to(tl.int32)
         position = (at + tl.cumsum(mine, 0) - 1).to(tl.int64)
         tl.store(order + position, pair.to(tl.int64), mask=mine != 0)
-        tl.store(place + pair, position, mask=mine != 0)
+        tl.store(sorted_index + pair, position, mask=mine != 0)
         at += tl.sum(mine, 0)
     if expert < E:
         tl.store(offsets + expert, at)
@@ -84,7 +84,7 @@ def combine(y_SH: Tensor, routing: Routing, weights_TK: Tensor | None, dtype: to
     weights = y_SH if weights_TK is None else weights_TK.contiguous()
     with torch.cuda.device_of(y_SH):
         mxquant_combine[(tokens, cdiv(width, 1024))](
-            y_SH, routing.place_S, ids_TK.contiguous(), weights, out, width, choices, experts,
+            y_SH, routing.sorted_index_S, ids_TK.contiguous(), weights, out, width, choices, experts,
             WEIGHTED=weights_TK is not None, BLOCK=1024,
         )  # fmt: skip
     return out
@@ -94,7 +94,7 @@ def combine(y_SH: Tensor, routing: Routing, weights_TK: Tensor | None, dtype: to
 @triton.jit
 def mxquant_combine(
     y: tl.tensor,
-    place: tl.tensor,
+    sorted_index: tl.tensor,
     ids: tl.tensor,
     weights: tl.tensor,
     out: tl.tensor,
@@ -111,7 +111,7 @@ def mxquant_combine(
         pair = token * choices + choice
         expert = tl.load(ids + pair)
         if (expert >= 0) & (expert < E):
-            row = y + tl.load(place + pair) * H
+            row = y + tl.load(sorted_index + pair) * H
             value = tl.load(row + column, mask=column < H, other=0.0).to(tl.float32)
             total += value * tl.load(weights + pair).to(tl.float32) if WEIGHTED else value
     tl.store(out + token * H + column, from_fp32(total, out.dtype.element_ty), mask=column < H)
