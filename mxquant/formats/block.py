@@ -129,7 +129,7 @@ def dequantize_blocks(
         [..., length] in `dtype`; NaN throughout a block whose scale byte is 255.
     """
     arithmetic = torch.float64 if dtype == torch.float64 else torch.float32
-    block_scale = (e4m3_to_float if fmt.per_tensor else e8m0_to_float)(scale, arithmetic)
+    block_scale = (e4m3_to_float if fmt.scale_format == "e4m3" else e8m0_to_float)(scale, arithmetic)
     if per_tensor_scale is not None:
         block_scale = block_scale * per_tensor_scale.to(arithmetic)
     codes = unpack_codes(qdata, fmt.element.bits, block_offset + length)

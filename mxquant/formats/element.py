@@ -1,12 +1,15 @@
 """Element formats: fp32 values to codes (round to nearest even, saturating) and codes to values.
 
-A code is the minifloat's bit pattern in the low bits of a uint8. Source: OCP MX v1.0, sections 5.3 and 6.3.
+A code is the element's bit pattern in the low bits of a uint8. Each kind of element format has a `Codec` in `CODECS`.
+Source: OCP MX v1.0, sections 5.3 and 6.3.
 """
 
 from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,10 +28,19 @@ def _fp32_bits(value: float) -> int:
     return (int(math.log2(value)) + _FP32_BIAS) << _FP32_MANTISSA_BITS
 
 
-def encode(values: Tensor, element: ElementFormat, *, canonical_zero: bool = False) -> Tensor:
-    """Codes of `values`, rounded to nearest even; what lies beyond the largest value becomes the largest value.
+class Codec(NamedTuple):
+    """How the codes of one kind of element format stand for the values of its grid."""
 
-    Integer arithmetic on the fp32 bits, so every device and the compiler give the same codes.
+    encode: Callable[[Tensor, ElementFormat], Tensor]
+    """fp32 values to integer codes of the same shape: rounded to nearest even, saturated, high bits zero."""
+    value: Callable[[int, ElementFormat], float]
+    """The value of one code, NaN and Inf included."""
+
+
+def encode(values: Tensor, element: ElementFormat, *, canonical_zero: bool = False) -> Tensor:
+    """Codes of `values`, rounded to nearest even; values beyond the largest become the largest.
+
+    Every device and the compiler give the same codes.
 
     Args:
         values: fp32, any shape. NaN and Inf saturate; callers replace such blocks.
@@ -37,6 +49,14 @@ def encode(values: Tensor, element: ElementFormat, *, canonical_zero: bool = Fal
     Returns:
         uint8 codes of the same shape.
     """
+    codes = CODECS[element.kind].encode(values, element)
+    if canonical_zero:
+        codes.masked_fill_(codes == element.sign_code, 0)
+    return codes.to(torch.uint8)
+
+
+def _encode_minifloat(values: Tensor, element: ElementFormat) -> Tensor:
+    """By integer arithmetic on the fp32 bits."""
     bits = values.contiguous().view(torch.int32)
     magnitude = bits & MAGNITUDE_MASK
     codes = torch.where(
@@ -45,9 +65,7 @@ def encode(values: Tensor, element: ElementFormat, *, canonical_zero: bool = Fal
         _encode_normal(magnitude, element),
     ).clamp_(max=element.max_code)
     sign = (bits >> (32 - element.bits)).bitwise_and_(element.sign_code)
-    if canonical_zero:
-        sign.masked_fill_(codes == 0, 0)
-    return codes.bitwise_or_(sign).to(torch.uint8)
+    return codes.bitwise_or_(sign)
 
 
 def _encode_normal(magnitude: Tensor, element: ElementFormat) -> Tensor:
@@ -81,23 +99,25 @@ def round_to_element(values: Tensor, element: ElementFormat) -> Tensor:
     return (values + anchor).sub_(anchor).clamp_(-element.max_value, element.max_value)
 
 
-def _value_of(code: int, element: ElementFormat) -> float:
+def _minifloat_value(code: int, element: ElementFormat) -> float:
     sign = -1.0 if code & element.sign_code else 1.0
     code &= element.sign_code - 1
-    if code > element.max_code:
-        infinity = element.name == "e5m2" and code == element.max_code + 1
-        return sign * math.inf if infinity else math.nan
     exponent, mantissa = code >> element.mantissa_bits, code & ((1 << element.mantissa_bits) - 1)
+    if code > element.max_code:  # E5M2 has Inf, with mantissa 0; E4M3 has no code of that kind
+        return sign * math.inf if mantissa == 0 else math.nan
     fraction = mantissa / (1 << element.mantissa_bits)
     if exponent == 0:
         return sign * fraction * 2.0**element.min_exponent
     return sign * (1 + fraction) * 2.0 ** (exponent - element.bias)
 
 
+CODECS: dict[str, Codec] = {"minifloat": Codec(_encode_minifloat, _minifloat_value)}
+
+
 @functools.cache
 def element_values(element: ElementFormat) -> tuple[float, ...]:
     """The value of every code, 0 to 2**bits - 1; NaN and Inf codes as the element format defines them."""
-    return tuple(_value_of(code, element) for code in range(1 << element.bits))
+    return tuple(CODECS[element.kind].value(code, element) for code in range(1 << element.bits))
 
 
 @kept_table

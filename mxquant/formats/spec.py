@@ -13,26 +13,31 @@ MX_SCALE_MODES = ("floor", "even", "ceil", "rceil", "even_fp4")
 
 @dataclass(frozen=True)
 class ElementFormat:
-    """A minifloat: one sign bit, `exponent_bits`, `mantissa_bits`; subnormals always, finite values only when
-    quantizing.
+    """An element format: the grid of values that elements are rounded to, and the kind of code that stands for each.
+
+    The grid has both signs. From 0 to 2**min_exponent its step is 2**(min_exponent - mantissa_bits). From there on each
+    binade has 2**mantissa_bits values, up to `max_value`. An integer format is a grid of one binade.
     """
 
     name: str
-    exponent_bits: int
+    kind: str
+    """The codec of `mxquant.formats.element`: "minifloat" is a sign bit, exponent bits and mantissa bits."""
+    bits: int
+    """Of a code: 4, 6 or 8."""
     mantissa_bits: int
-    bias: int
+    min_exponent: int
+    """Exponent of the smallest normal value."""
     max_exponent: int
     """Exponent of the largest power of two (`emax` of the specification)."""
     max_value: float
 
     @property
-    def bits(self) -> int:
-        return 1 + self.exponent_bits + self.mantissa_bits
+    def exponent_bits(self) -> int:
+        return self.bits - 1 - self.mantissa_bits
 
     @property
-    def min_exponent(self) -> int:
-        """Exponent of the smallest normal value."""
-        return 1 - self.bias
+    def bias(self) -> int:
+        return 1 - self.min_exponent
 
     @property
     def max_code(self) -> int:
@@ -42,7 +47,7 @@ class ElementFormat:
 
     @property
     def sign_code(self) -> int:
-        """The code of -0: the sign bit alone."""
+        """The sign bit alone: a minifloat's -0."""
         return 1 << (self.bits - 1)
 
 
@@ -96,11 +101,11 @@ class Format:
 ELEMENT_FORMATS: dict[str, ElementFormat] = {
     element.name: element
     for element in (
-        ElementFormat("e2m1", 2, 1, bias=1, max_exponent=2, max_value=6.0),
-        ElementFormat("e2m3", 2, 3, bias=1, max_exponent=2, max_value=7.5),
-        ElementFormat("e3m2", 3, 2, bias=3, max_exponent=4, max_value=28.0),
-        ElementFormat("e4m3", 4, 3, bias=7, max_exponent=8, max_value=448.0),
-        ElementFormat("e5m2", 5, 2, bias=15, max_exponent=15, max_value=57344.0),
+        ElementFormat("e2m1", "minifloat", 4, mantissa_bits=1, min_exponent=0, max_exponent=2, max_value=6.0),
+        ElementFormat("e2m3", "minifloat", 6, mantissa_bits=3, min_exponent=0, max_exponent=2, max_value=7.5),
+        ElementFormat("e3m2", "minifloat", 6, mantissa_bits=2, min_exponent=-2, max_exponent=4, max_value=28.0),
+        ElementFormat("e4m3", "minifloat", 8, mantissa_bits=3, min_exponent=-6, max_exponent=8, max_value=448.0),
+        ElementFormat("e5m2", "minifloat", 8, mantissa_bits=2, min_exponent=-14, max_exponent=15, max_value=57344.0),
     )
 }
 
@@ -140,7 +145,7 @@ def get_format(name: str, *, activation: bool = False) -> Format:
         ValueError: no such format, or an activation format where a weight's is asked for.
         TypeError: `name` is not a string.
     """
-    accepted = ACTIVATION_FORMATS if activation else WEIGHT_FORMATS
+    accepted = [known for known, fmt in FORMATS.items() if activation or fmt.block_size is not None]
     if not isinstance(name, str):
         raise TypeError(f"a format is named by a string, one of {', '.join(accepted)}; got {name!r}")
     resolved = FORMAT_ALIASES.get(name, name)

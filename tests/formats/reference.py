@@ -20,7 +20,10 @@ MODES = ("floor", "even", "ceil", "rceil", "even_fp4")
 
 @dataclass(frozen=True)
 class Element:
-    """An element format by definition: a sign, exponent and mantissa bits, a bias, and the number of finite codes."""
+    """An element format by definition: a sign, exponent and mantissa bits, a bias, and the number of finite codes.
+
+    A format of another kind is a subclass with its own `magnitudes`, `negated` and `values`.
+    """
 
     name: str
     exponent_bits: int
@@ -31,6 +34,10 @@ class Element:
     @property
     def sign_code(self) -> int:
         return 1 << (self.exponent_bits + self.mantissa_bits)
+
+    def negated(self, codes: np.ndarray) -> np.ndarray:
+        """The code of minus the value of each non-negative code."""
+        return codes + self.sign_code
 
     @property
     def bits(self) -> int:
@@ -44,6 +51,16 @@ class Element:
         normal = (1 + mantissa / 2**self.mantissa_bits) * 2.0 ** (exponent - self.bias)
         subnormal = mantissa / 2**self.mantissa_bits * 2.0 ** (1 - self.bias)
         return np.where(exponent == 0, subnormal, normal)
+
+    @cached_property
+    def values(self) -> np.ndarray:
+        """The value of every code, 0 to 2**bits - 1; NaN of codes that are not finite, but for E5M2's infinity."""
+        values = np.full(1 << self.bits, np.nan)
+        magnitudes = np.append(self.magnitudes, np.inf) if self.name == "e5m2" else self.magnitudes
+        codes = np.arange(len(magnitudes))
+        values[self.negated(codes)] = -magnitudes
+        values[codes] = magnitudes
+        return values
 
     @property
     def max_value(self) -> float:
@@ -62,6 +79,7 @@ ELEMENTS = {
     "e4m3": Element("e4m3", 4, 3, 7, 127),  # code 127 is NaN
     "e5m2": Element("e5m2", 5, 2, 15, 124),  # code 124 is Inf, 125 to 127 are NaN
 }
+"""The twin of each of `mxquant.formats.ELEMENT_FORMATS`."""
 FORMAT_OF_ELEMENT = {
     "e2m1": "mxfp4",
     "e2m3": "mxfp6_e2m3",
@@ -69,17 +87,13 @@ FORMAT_OF_ELEMENT = {
     "e4m3": "mxfp8_e4m3",
     "e5m2": "mxfp8_e5m2",
 }
+"""The MX format of each element format."""
 ELEMENT_OF_FORMAT = {name: element for element, name in FORMAT_OF_ELEMENT.items()}
 
 
 def decode_codes(codes: np.ndarray, element: Element) -> np.ndarray:
     """The value of each code; codes beyond the finite ones are Inf or NaN as the format defines."""
-    magnitude_code = codes.astype(np.int64) & (element.sign_code - 1)
-    table = np.full(element.sign_code, np.nan)
-    table[: element.finite_codes] = element.magnitudes
-    if element.name == "e5m2":
-        table[124] = np.inf
-    return np.where(codes.astype(np.int64) >= element.sign_code, -1.0, 1.0) * table[magnitude_code]
+    return element.values[codes.astype(np.int64)]
 
 
 def midpoints(element: Element) -> np.ndarray:
@@ -98,7 +112,7 @@ def round_to_codes(y: np.ndarray, element: Element, ties: str = "even") -> np.nd
     above = np.searchsorted(middle, magnitude, side="right")  # a tie goes to the upper one
     # A neighbour with an even code is the one whose last mantissa bit is 0.
     nearest = {"even": np.where(below % 2 == 0, below, above), "away": above, "zero": below}[ties]
-    return (nearest + np.where(np.signbit(y), element.sign_code, 0)).astype(np.uint8)
+    return np.where(np.signbit(y), element.negated(nearest), nearest).astype(np.uint8)
 
 
 def floor_log2(a: np.ndarray) -> np.ndarray:

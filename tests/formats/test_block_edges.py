@@ -33,7 +33,7 @@ def decoded(x: torch.Tensor, name: str, mode: str) -> torch.Tensor:
 @pytest.mark.parametrize("name", MX_FORMATS)
 class TestEveryFormatAndMode:
     def test_a_zero_block_is_byte_0_and_keeps_its_signs(self, name: str, mode: str) -> None:
-        negative = FORMATS[name].element.sign_code
+        negative = ELEMENTS[ELEMENT_OF_FORMAT[name]].negated(0)
         assert quantized(torch.zeros(1, 32), name, mode) == ([0] * 32, 0)
         assert quantized(torch.full((1, 32), -0.0), name, mode) == ([negative] * 32, 0)
         assert quantized(block(-0.0, 0.0, -0.0), name, mode)[0][:4] == [negative, 0, negative, 0]
@@ -41,7 +41,7 @@ class TestEveryFormatAndMode:
     def test_canonical_zero_leaves_no_negative_zero(self, name: str, mode: str) -> None:
         x = torch.from_numpy(heavy_tailed(16, 64))
         x[0, ::3] = -0.0
-        negative = FORMATS[name].element.sign_code
+        negative = ELEMENTS[ELEMENT_OF_FORMAT[name]].negated(0)
         (kept, scale), (folded, same_scale) = (
             quantize_blocks(x, FORMATS[name], mode, canonical_zero=canonical) for canonical in (False, True)
         )
@@ -100,7 +100,8 @@ def test_codes_and_scales_come_back_from_their_values(name: str, mode: str) -> N
     magnitudes = rng.integers(0, element.finite_codes, (len(scale), 32))
     top = np.flatnonzero(element.magnitudes >= 2.0**element.max_exponent)
     magnitudes[:, 0] = rng.choice(top, len(scale))
-    codes = (magnitudes + rng.integers(0, 2, magnitudes.shape) * element.sign_code).astype(np.uint8)
+    is_negative = rng.integers(0, 2, magnitudes.shape) == 1
+    codes = np.where(is_negative, element.negated(magnitudes), magnitudes).astype(np.uint8)
     qdata = torch.from_numpy(pack(codes, element.bits))
     values = dequantize_blocks(qdata, torch.from_numpy(scale), fmt, 32)
     again, same_scale = quantize_blocks(values, fmt, mode)

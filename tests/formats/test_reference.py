@@ -51,11 +51,11 @@ def code_by_definition(y: Fraction, negative: bool, element: Element) -> int:
     distances = [abs(abs(y) - Fraction(value)) for value in element.magnitudes]
     nearest = [code for code, distance in enumerate(distances) if distance == min(distances)]
     code = next(code for code in nearest if len(nearest) == 1 or code % 2 == 0)
-    return code + (element.sign_code if negative else 0)
+    return element.negated(code) if negative else code
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("element", ["e2m1", "e2m3", "e3m2", "e4m3"])
+@pytest.mark.parametrize("element", ELEMENTS)
 def test_the_model_is_the_definition(element: str, mode: str) -> None:
     fmt = ELEMENTS[element]
     x = everything(fmt)[::29].astype(np.float64)
@@ -72,16 +72,16 @@ def test_the_model_is_the_definition(element: str, mode: str) -> None:
 @pytest.mark.parametrize("element", ELEMENTS.values(), ids=ELEMENTS)
 def test_element_values(element: Element) -> None:
     """The table of section 5.3 of the specification: largest value, smallest normal and subnormal."""
-    largest, normal, subnormal = {
+    table = {
         "e2m1": (6, 1, 0.5),
         "e2m3": (7.5, 1, 0.125),
         "e3m2": (28, 0.25, 0.0625),
         "e4m3": (448, 2.0**-6, 2.0**-9),
         "e5m2": (57344, 2.0**-14, 2.0**-16),
-    }[element.name]
-    assert element.max_value == largest
-    assert element.magnitudes[1 << element.mantissa_bits] == normal
-    assert element.magnitudes[1] == subnormal
+    }
+    if element.name in table:
+        found = element.max_value, element.magnitudes[1 << element.mantissa_bits], element.magnitudes[1]
+        assert found == table[element.name]
     assert (np.diff(element.magnitudes) > 0).all()
     codes = np.arange(element.finite_codes, dtype=np.uint8)
     assert (round_to_codes(decode_codes(codes, element), element) == codes).all()
