@@ -196,6 +196,17 @@ class NVFP4Config(_MXConfig):
         return "nvfp4"
 
 
+@dataclass(frozen=True, kw_only=True, repr=False)
+class _NamedConfig(_MXConfig):
+    """The config of a weight format that has no class of its own. Fields as for `MXFP4Config`."""
+
+    weight: str
+
+    @property
+    def format(self) -> str:
+        return self.weight
+
+
 def _format_of(family: str, element: object) -> str:
     accepted = [name.removeprefix(f"{family}_") for name in WEIGHT_FORMATS if name.startswith(family)]
     if element in accepted:
@@ -300,7 +311,9 @@ def _named_config(name: str, **options: Any) -> _MXConfig:
     if name not in known:
         raise ValueError(f"{name!r} is not a config; use {_ACCEPTED}{suggestion(name, known)}")
     family, _, element = name.partition("_")
-    return _SHORTHANDS[family](*[element] if element else [], **options)
+    if family in _SHORTHANDS:
+        return _SHORTHANDS[family](*[element] if element else [], **options)
+    return _NamedConfig(weight=name, **{"scale_mode": get_format(name).default_scale_mode} | options)
 
 
 def _config_from_dict(value: Mapping[object, object]) -> _MXConfig:

@@ -23,13 +23,9 @@ from mxquant.tensor.construct import check_operand
 from mxquant.tensor.mxtensor import logical_shape
 
 PACKED, BLOCKS, SWIZZLED = "packed", "blocks", "swizzled"
-_CODE_DTYPES = {
-    "e2m1": ("U8",),
-    "e2m3": ("U8",),
-    "e3m2": ("U8",),
-    "e4m3": ("U8", "F8_E4M3"),
-    "e5m2": ("U8", "F8_E5M2"),
-}
+_BYTES = ("U8",)
+_CODE_DTYPES = {"e4m3": ("U8", "F8_E4M3"), "e5m2": ("U8", "F8_E5M2")}
+"""By element format; codes of the others are stored as bytes alone."""
 _SCALE_DTYPES = {"e8m0": ("U8", "F8_E8M0"), "e4m3": ("F8_E4M3", "U8")}
 
 
@@ -75,7 +71,7 @@ def check_stored(stored: Stored, tensors: Mapping[str, TensorInfo]) -> tuple[int
             raise ValueError(f"tensor {part!r} is missing: {stored.name!r} is quantized to {stored.format}")
     fmt = get_format(stored.format)
     qdata, scale = tensors[stored.qdata], tensors[stored.scale]
-    _check_dtype(stored.qdata, qdata, _CODE_DTYPES[fmt.element.name], fmt)
+    _check_dtype(stored.qdata, qdata, _CODE_DTYPES.get(fmt.element.name, _BYTES), fmt)
     _check_dtype(stored.scale, scale, _SCALE_DTYPES[fmt.scale_format], fmt)
     if stored.per_tensor_scale is not None:
         _check_dtype(stored.per_tensor_scale, tensors[stored.per_tensor_scale], ("F32",), fmt)

@@ -145,16 +145,19 @@ def get_format(name: str, *, activation: bool = False) -> Format:
         ValueError: no such format, or an activation format where a weight's is asked for.
         TypeError: `name` is not a string.
     """
-    accepted = [known for known, fmt in FORMATS.items() if activation or fmt.block_size is not None]
     if not isinstance(name, str):
-        raise TypeError(f"a format is named by a string, one of {', '.join(accepted)}; got {name!r}")
-    resolved = FORMAT_ALIASES.get(name, name)
-    if resolved in accepted:
-        return FORMATS[resolved]
-    why = "is for activations only" if resolved in FORMATS else "is unknown"
+        raise TypeError(f"a format is named by a string, one of {_names(activation)}; got {name!r}")
+    fmt = FORMATS.get(FORMAT_ALIASES.get(name, name))
+    if fmt is not None and (activation or fmt.block_size is not None):
+        return fmt
+    why = "is unknown" if fmt is None else "is for activations only"
     raise ValueError(
-        f"format {name!r} {why}; use one of {', '.join(accepted)} (mxfp6 stands for mxfp6_e2m3, mxfp8 for mxfp8_e4m3)"
+        f"format {name!r} {why}; use one of {_names(activation)} (mxfp6 stands for mxfp6_e2m3, mxfp8 for mxfp8_e4m3)"
     )
+
+
+def _names(activation: bool) -> str:
+    return ", ".join(ACTIVATION_FORMATS if activation else WEIGHT_FORMATS)
 
 
 def resolve_scale_mode(fmt: Format, mode: str | None) -> str | None:

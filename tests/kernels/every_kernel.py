@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from mxquant.formats import ACTIVATION_FORMATS, FORMATS, WEIGHT_FORMATS, get_format
+from mxquant.formats import FORMATS, WEIGHT_FORMATS, get_format
 from mxquant.formats.block import dequantize_blocks
 from mxquant.formats.block import quantize_blocks as quantize_twin
 from mxquant.kernels.mxfp4_sm90.activation_fp8 import (
@@ -16,9 +16,7 @@ from mxquant.kernels.mxfp4_sm90.activation_fp8 import (
     fold_bfloat16,
     fold_bfloat16_torch,
 )
-from mxquant.kernels.quantize.dequantize import dequantize
-from mxquant.kernels.quantize.fake_quantize import fake_quantize
-from mxquant.kernels.quantize.strided import quantize_blocks
+from mxquant.kernels.quantize import dequantize, fake_quantize, strided
 from mxquant.reference.fake_quantize import fake_quantize as fake_quantize_twin
 from mxquant.reference.lookup import decoded_rows
 
@@ -29,7 +27,7 @@ Run = Callable[[Tensor, "str | None"], Pairs]
 
 def _quantize(name: str) -> Run:
     def run(x: Tensor, mode: str | None) -> Pairs:
-        yield from zip(quantize_blocks(x, FORMATS[name], mode), quantize_twin(x.cpu(), FORMATS[name], mode))
+        yield from zip(strided.quantize_blocks(x, FORMATS[name], mode), quantize_twin(x.cpu(), FORMATS[name], mode))
 
     return run
 
@@ -41,7 +39,7 @@ def _dequantize(name: str) -> Run:
         fmt, length = FORMATS[name], x.shape[1]
         qdata, scale = quantize_twin(x.cpu(), fmt, mode)
         for dtype in (torch.bfloat16, torch.float32):
-            values = dequantize(qdata.to(x.device), scale.to(x.device), fmt, length, dtype=dtype)
+            values = dequantize.dequantize(qdata.to(x.device), scale.to(x.device), fmt, length, dtype=dtype)
             yield values, dequantize_blocks(qdata, scale, fmt, length, dtype=dtype)
 
     return run
@@ -64,7 +62,7 @@ def _fake_quantize(name: str) -> Run:
 
     def run(x: Tensor, mode: str | None) -> Pairs:
         pairs = zip(
-            fake_quantize(x, fmt, mode, None, torch.float32),
+            fake_quantize.fake_quantize(x, fmt, mode, None, torch.float32),
             fake_quantize_twin(x.cpu(), fmt, mode, None, torch.float32),
         )
         yield from ((ours, expected) for ours, expected in pairs if expected is not None)
@@ -92,10 +90,10 @@ def _folded(ours: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) -> Pai
 
 
 KERNELS: dict[str, Run] = {
-    **{f"quantize {name}": _quantize(name) for name in WEIGHT_FORMATS},
-    **{f"dequantize {name}": _dequantize(name) for name in WEIGHT_FORMATS},
+    **{f"quantize {name}": _quantize(name) for name in strided.FORMATS},
+    **{f"dequantize {name}": _dequantize(name) for name in dequantize.FORMATS},
     **{f"lookup {name}": _lookup(name) for name in WEIGHT_FORMATS},
-    **{f"fake_quantize {name}": _fake_quantize(name) for name in ACTIVATION_FORMATS},
+    **{f"fake_quantize {name}": _fake_quantize(name) for name in fake_quantize.FORMATS},
     "fold mxfp4": _fold,
     "fold bfloat16": _fold_bfloat16,
 }
@@ -104,7 +102,7 @@ KERNELS: dict[str, Run] = {
 def modes_of(kernel: str) -> tuple[str | None, ...]:
     """The scale modes of the format that a kernel is named with; None where it has none to choose from."""
     name = kernel.split()[1]
-    if name not in ACTIVATION_FORMATS:
+    if name not in FORMATS:
         return (None,)
     fmt = get_format(name, activation=True)
     return fmt.scale_modes if fmt.scale_format == "e8m0" else (None,)

@@ -4,9 +4,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from mxquant.formats import FORMATS, WEIGHT_FORMATS, get_format
+from mxquant.formats import FORMATS, get_format
 from mxquant.formats.block import dequantize_blocks
 from mxquant.formats.pack import pack_codes
+from mxquant.kernels.quantize.dequantize import FORMATS as KERNEL_FORMATS
 from mxquant.kernels.quantize.dequantize import dequantize
 
 # Overflow and NaN are wanted here; NumPy, which Triton's interpreter computes with, warns of them.
@@ -38,7 +39,7 @@ def check(name: str, qdata: Tensor, scale: Tensor, length: int, offset: int, dty
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", WEIGHT_FORMATS)
+@pytest.mark.parametrize("name", KERNEL_FORMATS)
 def test_every_code_under_every_scale_byte(name: str, dtype: torch.dtype, device: torch.device) -> None:
     """256 rows, one a scale byte; each row holds every code."""
     fmt = FORMATS[name]
@@ -50,19 +51,19 @@ def test_every_code_under_every_scale_byte(name: str, dtype: torch.dtype, device
 
 
 @pytest.mark.parametrize("length", [1, 5, 7, 8, 31, 33, 40, 100, 1000, 4200])
-@pytest.mark.parametrize("name", WEIGHT_FORMATS)
+@pytest.mark.parametrize("name", KERNEL_FORMATS)
 def test_lengths(name: str, length: int, device: torch.device) -> None:
     check(name, *random_operand(name, 3, length, device), length, 0, torch.bfloat16)
 
 
-@pytest.mark.parametrize("name", WEIGHT_FORMATS)
+@pytest.mark.parametrize("name", KERNEL_FORMATS)
 def test_offsets(name: str, device: torch.device) -> None:
     for offset in (1, 3, 8, 13, 31):
         for length in (1, 50):
             check(name, *random_operand(name, 5, offset + length, device), length, offset, torch.float32)
 
 
-@pytest.mark.parametrize("name", WEIGHT_FORMATS)
+@pytest.mark.parametrize("name", KERNEL_FORMATS)
 def test_views_of_a_larger_weight(name: str, device: torch.device) -> None:
     """Rows with a stride, columns that start at odd bytes, bytes that are no aligned words, transposed bytes."""
     fmt = FORMATS[name]

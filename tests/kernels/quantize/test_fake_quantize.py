@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from mxquant.formats import ACTIVATION_FORMATS, FORMATS, get_format, resolve_scale_mode
+from mxquant.formats import FORMATS, get_format, resolve_scale_mode
+from mxquant.kernels.quantize.fake_quantize import FORMATS as KERNEL_FORMATS
 from mxquant.kernels.quantize.fake_quantize import fake_quantize
 from mxquant.reference.fake_quantize import fake_quantize as twin
 
@@ -13,8 +14,8 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 INPUT_DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 DTYPES = [torch.bfloat16, torch.float32]
-MX_FORMATS = [name for name, fmt in FORMATS.items() if fmt.scale_format == "e8m0"]
-ROW_SCALED = [name for name in ACTIVATION_FORMATS if name not in MX_FORMATS]
+MX_FORMATS = [name for name in KERNEL_FORMATS if FORMATS[name].scale_format == "e8m0"]
+ROW_SCALED = [name for name in KERNEL_FORMATS if name not in MX_FORMATS]
 
 
 def bits(x: Tensor) -> Tensor:
@@ -50,7 +51,7 @@ def wide(rows: int, length: int) -> Tensor:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("input_dtype", INPUT_DTYPES)
-@pytest.mark.parametrize("name", ACTIVATION_FORMATS)
+@pytest.mark.parametrize("name", KERNEL_FORMATS)
 def test_equal_to_the_twin(name: str, input_dtype: torch.dtype, dtype: torch.dtype, device: torch.device) -> None:
     for length in (1, 33, 100):
         check(wide(33, length).to(input_dtype).to(device), name, None, dtype)

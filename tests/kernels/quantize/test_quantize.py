@@ -8,16 +8,17 @@ from formats.reference import ELEMENTS
 from formats.samples import everything
 from torch import Tensor
 
-from mxquant.formats import FORMATS, WEIGHT_FORMATS, get_format
+from mxquant.formats import FORMATS, get_format
 from mxquant.formats.block import quantize_blocks as twin
 from mxquant.kernels.quantize import contiguous as cast_blocks
+from mxquant.kernels.quantize.strided import FORMATS as KERNEL_FORMATS
 from mxquant.kernels.quantize.strided import quantize_blocks, reject
 from mxquant.reference.hadamard import hadamard
 
 # Overflow and NaN are wanted here; NumPy, which Triton's interpreter computes with, warns of them.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
-FORMATS_AND_MODES = [(name, mode) for name in WEIGHT_FORMATS for mode in FORMATS[name].scale_modes]
+FORMATS_AND_MODES = [(name, mode) for name in KERNEL_FORMATS for mode in FORMATS[name].scale_modes]
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 # fp32 exponents where scales are clamped, overflow or are ordinary, and mantissas around every mode's thresholds.
 EXPONENTS = [0, 1, 2, 3, 16, 17, 100, 127, 128, 142, 200, 252, 253, 254]
@@ -63,7 +64,7 @@ def test_every_mode_on_ties_edges_and_wide_exponents(
 
 
 @pytest.mark.parametrize("rotated", [False, True])
-@pytest.mark.parametrize("name", WEIGHT_FORMATS)
+@pytest.mark.parametrize("name", KERNEL_FORMATS)
 def test_without_the_instructions_of_newer_gpus(
     name: str, rotated: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -74,7 +75,7 @@ def test_without_the_instructions_of_newer_gpus(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", WEIGHT_FORMATS)
+@pytest.mark.parametrize("name", KERNEL_FORMATS)
 def test_rotated(name: str, dtype: torch.dtype, device: torch.device) -> None:
     """Blocks whose maximum is rotated into every place, ordinary ones, and those that hold Inf and NaN."""
     size = FORMATS[name].block_size
@@ -97,14 +98,14 @@ def test_programs_of_many_blocks(device: torch.device) -> None:
     loaded from is none for this kernel.
     """
     x = torch.randn(1061, 32).bfloat16().to(device)
-    for name in WEIGHT_FORMATS:
+    for name in KERNEL_FORMATS:
         check(x, name)
     check(x.flatten()[1 : 1 + 64 * 32].view(64, 32), "mxfp4")
     check(x.flatten()[1 : 1 + 64 * 32].view(64, 32), "mxfp4", rotation=32)
 
 
 @pytest.mark.parametrize("length", LENGTHS)
-@pytest.mark.parametrize("name", WEIGHT_FORMATS)
+@pytest.mark.parametrize("name", KERNEL_FORMATS)
 def test_partial_blocks_and_odd_rows(name: str, length: int, device: torch.device) -> None:
     for rows, dtype in ((1, torch.bfloat16), (7, torch.float32)):
         check(torch.randn(rows, length).to(dtype).to(device), name)
@@ -131,7 +132,7 @@ def test_tiles_along_rows_and_rows_of_many_tiles(device: torch.device) -> None:
         pytest.param(lambda x: x[:0], id="no rows"),
     ],
 )
-@pytest.mark.parametrize("name", WEIGHT_FORMATS)
+@pytest.mark.parametrize("name", KERNEL_FORMATS)
 def test_any_strides(name: str, view: Callable[[Tensor], Tensor], device: torch.device) -> None:
     check(view(torch.randn(7, 100).bfloat16().to(device)), name)
 
@@ -141,7 +142,7 @@ def test_a_wide_transposed_tensor(device: torch.device) -> None:
     check(torch.randn(96, 65).bfloat16().to(device).t(), "mxfp6_e3m2")
 
 
-@pytest.mark.parametrize("name", WEIGHT_FORMATS)
+@pytest.mark.parametrize("name", KERNEL_FORMATS)
 def test_canonical_zero(name: str, device: torch.device) -> None:
     x = edges()
     codes = check(x.to(device), name, canonical_zero=True)
@@ -167,7 +168,7 @@ def test_fp64_searched_scales_and_rows_of_fp8_are_declined() -> None:
     assert "format fp8_e4m3" in str(reject(FORMATS["fp8_e4m3"], "even", torch.float32))
 
 
-@pytest.mark.parametrize("name", [name for name in WEIGHT_FORMATS if name != "nvfp4"])
+@pytest.mark.parametrize("name", [name for name in KERNEL_FORMATS if name != "nvfp4"])
 def test_another_mode_is_noticed(name: str, device: torch.device) -> None:
     x = edges().to(device)
     assert not torch.equal(quantize_blocks(x, FORMATS[name], "floor")[1].cpu(), twin(x.cpu(), FORMATS[name], "ceil")[1])
