@@ -241,9 +241,10 @@ def mxquant_quantize_strided(
     BITS: tl.constexpr = 1 + EXPONENT_BITS + MANTISSA_BITS
     if CANONICAL_ZERO:
         bits = tl.where((codes & ((1 << (BITS - 1)) - 1)) == 0, 0, bits)
-    _store_codes(
-        codes, bits, byte == 255, qdata_ptr, row, rows, first, qdata_stride, BITS, ROWS, COLUMNS, BLOCKS, WHOLE
-    )
+    WIDTH: tl.constexpr = qdata_ptr.dtype.element_ty.primitive_bitwidth
+    base = qdata_ptr + row * qdata_stride + first * BITS // WIDTH
+    left = qdata_stride - first * BITS // WIDTH
+    _store_codes(codes, bits, byte == 255, base, left, row < rows, BITS, WHOLE)
 
 
 @triton.jit
@@ -251,29 +252,27 @@ def _store_codes(
     codes: tl.tensor,
     bits: tl.tensor,
     is_nan: tl.tensor,
-    qdata_ptr: tl.tensor,
-    row: tl.tensor,
-    rows: tl.tensor,
-    first: tl.tensor,
-    qdata_stride: tl.tensor,
+    base: tl.tensor,
+    left: tl.tensor,
+    keep_row: tl.tensor,
     BITS: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    BLOCKS: tl.constexpr,
     WHOLE: tl.constexpr,
 ) -> None:
-    """Pack and store the codes [ROWS, BLOCKS, BLOCK] of columns from `first` on, with the signs of fp32 `bits`, and
-    zeros in blocks that are NaN.
+    """Pack and store codes [rows, blocks, block] with the signs of fp32 `bits`; zeros in blocks that are NaN.
 
-    Signs are set, and what stands above a code's own bits is cut off, only here, where that costs least.
+    Signs are set, and bits above a code's own are cut off, only here, where that costs least.
+
+    Args:
+        base: pointers [rows, 1] to where the codes of each row begin.
+        left: bytes, or words, from there to the end of a row.
     """
-    WIDTH: tl.constexpr = qdata_ptr.dtype.element_ty.primitive_bitwidth
-    base = qdata_ptr + row * qdata_stride + first * BITS // WIDTH
-    left = qdata_stride - first * BITS // WIDTH
+    ROWS: tl.constexpr = codes.shape[0]
+    BLOCKS: tl.constexpr = codes.shape[1]
+    COLUMNS: tl.constexpr = codes.shape[1] * codes.shape[2]
     SIGN: tl.constexpr = 1 << (BITS - 1)
     if BITS == 6:
         codes = ((bits >> 26) & SIGN) | (codes & ~SIGN)
-        _store_sixes(codes, is_nan, base, left, row < rows, ROWS, COLUMNS, BLOCKS)
+        _store_sixes(codes, is_nan, base, left, keep_row)
     else:
         BYTES: tl.constexpr = COLUMNS * BITS // 8
         if BITS == 4:
@@ -285,7 +284,7 @@ def _store_codes(
             packed = ((bits >> 24) & SIGN) | (codes & ~SIGN)
         packed = tl.reshape(tl.where(is_nan[:, :, None], 0, packed), [ROWS, BYTES])
         byte = tl.arange(0, BYTES)[None, :]
-        tl.store(base + byte, packed.to(tl.uint8), mask=None if WHOLE else (row < rows) & (byte < left))
+        tl.store(base + byte, packed.to(tl.uint8), mask=None if WHOLE else keep_row & (byte < left))
 
 
 @triton.jit
@@ -295,12 +294,11 @@ def _store_sixes(
     base: tl.tensor,
     left: tl.tensor,
     keep_row: tl.tensor,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    BLOCKS: tl.constexpr,
 ) -> None:
     """Six-bit codes: eight make three 16-bit words where rows are whole words, else four make three bytes."""
-    GROUPS: tl.constexpr = COLUMNS // 4
+    ROWS: tl.constexpr = codes.shape[0]
+    BLOCKS: tl.constexpr = codes.shape[1]
+    GROUPS: tl.constexpr = codes.shape[1] * codes.shape[2] // 4
     even, odd = tl.split(tl.reshape(codes, [ROWS, BLOCKS, GROUPS // BLOCKS, 2, 2]))
     c0, c2 = tl.split(even)
     c1, c3 = tl.split(odd)
