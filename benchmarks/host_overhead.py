@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from mxquant import MXFP4Config, explain, quantize_, register_backend
 from mxquant.backends import Backend, Operand, Problem, get_backend, unregister_backend
 from mxquant.tensor.choose import describe
-from mxquant.tensor.matmul import product
+from mxquant.tensor.product import product
 
 CONFIGS = {"W4A4": MXFP4Config(), "W4A16": MXFP4Config(activation=None)}
 
