@@ -1,4 +1,4 @@
-"""What does one eager call of a quantized linear cost the host, and where does that time go?
+"""What does one eager call of a quantized linear or expert block cost the host, and where does that time go?
 
     python benchmarks/host_overhead.py
     python benchmarks/host_overhead.py --rows 16 --shape 8192 8192
@@ -13,17 +13,18 @@ import contextlib
 import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from record import Record
 from torch import Tensor, nn
 
-from mxquant import MXFP4Config, explain, quantize_, register_backend
-from mxquant.backends import Backend, Operand, Problem, get_backend, unregister_backend
+from mxquant import MXFP4Config, experts_forward, explain, quantize_, register_backend, register_experts_layout
+from mxquant.backends import Backend, Groups, Operand, Problem, get_backend, unregister_backend
+from mxquant.tensor import MXTensor, grouped_product
 from mxquant.tensor.choose import describe
-from mxquant.tensor.matmul import product
+from mxquant.tensor.product import product
 
 CONFIGS = {"W4A4": MXFP4Config(), "W4A16": MXFP4Config(activation=None)}
 
@@ -45,13 +46,32 @@ class DoNothing(Backend):
     """What is left of a call is what every backend pays."""
 
     name = "do_nothing"
-    result = torch.empty(0)
+    gates = True
+    results: ClassVar[dict[int, Tensor]] = {}
+    """By their widths, as making a tensor takes long."""
 
     def reject(self, problem: Problem) -> str | None:
         return None
 
     def matmul(self, x: Tensor, weight: Operand, bias: Tensor | None, problem: Problem) -> Tensor:
-        return self.result
+        return self.results[problem.out_features]
+
+    def grouped_matmul(
+        self, x: Tensor, weights: Operand, bias: Tensor | None, groups: Groups, problem: Problem
+    ) -> Tensor:
+        return self.results[problem.out_features]
+
+
+class Experts(nn.Module):
+    """A block of `count` experts, [count, N, K] each."""
+
+    def __init__(self, count: int, hidden: int, width: int, device: torch.device) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(count, 2 * width, hidden, dtype=torch.bfloat16, device=device))
+        self.down = nn.Parameter(torch.randn(count, hidden, width, dtype=torch.bfloat16, device=device))
+
+
+register_experts_layout(Experts, {"up": -1, "down": -1}, up="up", down="down", gate_order="halves")
 
 
 @contextlib.contextmanager
@@ -129,6 +149,28 @@ def measure(name: str, layer: nn.Linear, x: Tensor, report: Report, triton: bool
     return total
 
 
+def measure_nothing(n: int, x: Tensor, report: Report) -> None:
+    """A linear, an expert block and one product of it, of a backend that does nothing."""
+    experts, hidden, width, k = 8, 64, 96, 2
+    block = Experts(experts, hidden, width, x.device)
+    layer = nn.Linear(x.shape[-1], n, bias=False, device=x.device, dtype=torch.bfloat16).requires_grad_(False)
+    token = torch.randn(1, hidden, dtype=torch.bfloat16, device=x.device)
+    ids, weights = torch.arange(k, device=x.device).view(1, k), torch.rand(1, k, device=x.device)
+    offsets = torch.tensor([1, *[k] * (experts - 1)], dtype=torch.int32, device=x.device)
+    groups = Groups(offsets, torch.zeros(k, dtype=torch.int64, device=x.device))
+    shapes = {n: x.shape[0], 2 * width: k, hidden: k}
+    DoNothing.results = {size: x.new_zeros(rows, size) for size, rows in shapes.items()}
+    register_backend(DoNothing)
+    for module in (layer, block):
+        quantize_(module, MXFP4Config(backend=DoNothing.name))
+    up = block.up
+    assert isinstance(up, MXTensor)
+    report("W4A4", "layer(x), of a backend that does nothing", lambda: layer(x))
+    report("W4A4", "experts, of a backend that does nothing", lambda: experts_forward(block, token, ids, weights))
+    report("W4A4", "  one of its two products", lambda: grouped_product(token, up, -1, groups))
+    unregister_backend(DoNothing.name)
+
+
 def measure_parts(x: Tensor, n: int, report: Report) -> None:
     """Of torch, what a call is made of."""
     words = torch.empty(1024, dtype=torch.uint8, device=x.device)
@@ -169,11 +211,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     totals = {"bf16": report("bf16", "layer(x)", lambda: plain(x))}
     for name, config in CONFIGS.items():
         totals[name] = measure(name, linear(config), x, report, device.type == "cuda")
-    DoNothing.result = torch.empty(arguments.rows, n, device=device, dtype=torch.bfloat16)
-    register_backend(DoNothing)
-    layer = linear(MXFP4Config(backend=DoNothing.name))
-    report("W4A4", "layer(x), of a backend that does nothing", lambda: layer(x))
-    unregister_backend(DoNothing.name)
+    measure_nothing(n, x, report)
     measure_parts(x, n, report)
     for name in CONFIGS:
         record.goal(f"{name}, M={arguments.rows}: host us beyond bf16", totals[name] - totals["bf16"], at_most=30)

@@ -21,7 +21,7 @@ from mxquant.backends import tuning_cache as tuned
 from mxquant.backends.kernel_choice import forget_choices
 from mxquant.report import html_table, text_table
 from mxquant.tensor import MXTensor, describe
-from mxquant.tensor.matmul import choose_backend
+from mxquant.tensor.choose import choose_backend
 
 ROWS = (1, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 # Another route than the default has to be faster by this factor: what is less lies within the spread of medians.

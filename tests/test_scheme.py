@@ -73,7 +73,7 @@ def test_a_config_and_the_weight_made_by_it_have_one_scheme_but_for_the_weights_
         weight = quantize(torch.randn(8, 64), scheme.weight, scale_mode=scheme.scale_mode, rotation=scheme.rotation)
         weight = weight.with_activation(scheme.activation, scheme.activation_scale_mode)
         assert weight.metadata.scheme == dataclasses.replace(scheme, scale_mode=None)
-        assert describe(weight).scheme is weight.metadata.scheme
+        assert describe(weight).scheme == weight.metadata.scheme
 
 
 def test_static_follows_from_the_tensor_that_is_there() -> None:

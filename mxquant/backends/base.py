@@ -20,6 +20,11 @@ from mxquant.formats.spec import Format
 from mxquant.reference.gated_activation import GatedActivation
 from mxquant.scheme import Scheme
 
+FORWARD = "blocked"
+DGRAD = "unblocked"
+"""Values of `Problem.contraction`. Forward contracts along the weight's blocked axis, as a linear layer does; dgrad
+contracts across the blocks, as the gradient of the layer's input does.
+"""
 CANONICAL = "canonical"
 ANY_LAYOUT = "any"
 """Stands for the layout of a weight that is yet to be prepared."""
@@ -79,17 +84,16 @@ class Groups(NamedTuple):
 
 @dataclass(frozen=True)
 class Problem:
-    """What is to be computed: `input [..., K] @ weight[N, K].T`, or `input [..., N] @ weight[N, K]` where contraction
-    is "unblocked".
+    """What is to be computed: `input [..., K] @ weight[N, K].T` (forward), or `input [..., N] @ weight[N, K]` (dgrad).
 
-    The number of input rows is not part of it, nor how they are grouped: a backend chooses by that inside, so that no
-    compiled graph branches on it.
+    NOTE: the number of input rows and their grouping are not part of it. A backend chooses by them inside, so that no
+    compiled graph branches on them.
     """
 
     scheme: Scheme
-    """The formats; for "unblocked" that of the weight alone: the input is neither quantized nor rotated.
+    """In dgrad it has the weight's format alone: the input is neither quantized nor rotated.
 
-    Backends whose `rotates` is set rotate the input by `scheme.rotation`; to others it comes rotated.
+    Backends that set `rotates` rotate the input by `scheme.rotation`; others are given a rotated input.
     """
     out_features: int
     """N, rows of the weight."""
@@ -102,14 +106,20 @@ class Problem:
     device: torch.device
     capability: tuple[int, int] | None
     """CUDA compute capability; None elsewhere."""
-    contraction: str = "blocked"
+    contraction: str = FORWARD
+    """`FORWARD` or `DGRAD`."""
     layout: str = CANONICAL
     experts: int = 0
     """Matrices in the stack of a grouped matmul; 0 for the matmul of one matrix."""
     gate: GatedActivation | None = None
-    """What the input of a grouped matmul, [..., 2K], goes through before all else, rounded to `dtype`. Only backends
-    whose `gates` is set are given one; to others the input comes gated.
+    """Applied first to the input of a grouped matmul, [..., 2K], and rounded to `dtype`. Only backends that set `gates`
+    are given one; others are given a gated input.
     """
+
+    @property
+    def width(self) -> int:
+        """Columns of the result: N in forward, K in dgrad."""
+        return self.out_features if self.contraction == FORWARD else self.in_features
 
     @property
     def weight(self) -> str:
@@ -220,8 +230,7 @@ class Backend(abc.ABC):
         Returns:
             [S, N], or [S, K], in `problem.dtype`; zero beyond the last group.
         """
-        width = problem.out_features if problem.contraction == "blocked" else problem.in_features
-        y = x.new_zeros(groups.count(x), width, dtype=problem.dtype)
+        y = x.new_zeros(groups.count(x), problem.width, dtype=problem.dtype)
         for expert, places in groups.on_host():
             added = None if bias is None else bias[expert]
             y[places] = self.matmul(groups.pick(x, places), weights.matrix(expert), added, problem)

@@ -15,7 +15,7 @@ from mxquant.checkpoints.producer import ModelLayout, Producer, Reading, Rows
 from mxquant.checkpoints.registry import producer_of
 from mxquant.checkpoints.weight_spec import Stored, build, check_stored
 from mxquant.tensor import MXTensor
-from mxquant.tensor.mxtensor import logical_shape
+from mxquant.tensor.metadata import logical_shape
 
 _logger = logging.getLogger("mxquant")
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32, "float64": torch.float64}

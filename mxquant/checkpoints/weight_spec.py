@@ -19,8 +19,8 @@ from mxquant.checkpoints.files import TensorInfo
 from mxquant.formats import Format, get_format
 from mxquant.formats.pack import pack_codes
 from mxquant.tensor import Metadata, MXTensor
-from mxquant.tensor.construct import check_operand
-from mxquant.tensor.mxtensor import logical_shape
+from mxquant.tensor.checks import check_operand
+from mxquant.tensor.metadata import logical_shape, physical_shape
 
 PACKED, BLOCKS, SWIZZLED = "packed", "blocks", "swizzled"
 _BYTES = ("U8",)
@@ -99,9 +99,8 @@ def _check_declared(
 ) -> tuple[int, ...]:
     if not -len(shape) <= metadata.axis < 0:
         raise ValueError(f"{stored.name!r}: axis {metadata.axis} is out of range for shape {shape}")
-    physical = list(shape)
-    physical.append(physical.pop(metadata.axis))
-    lead, end = tuple(physical[:-1]), metadata.block_offset + physical[-1]
+    physical = physical_shape(shape, metadata.axis)
+    lead, end = physical[:-1], metadata.block_offset + physical[-1]
     for name, info, last in (
         (stored.qdata, qdata, fmt.packed_size(end)),
         (stored.scale, scale, fmt.num_blocks(end)),
@@ -111,7 +110,7 @@ def _check_declared(
                 f"{name!r} has shape {info.shape}; {fmt.name} of shape {shape} along axis {metadata.axis} has "
                 f"{(*lead, last)}"
             )
-    return tuple(physical)
+    return physical
 
 
 def _physical_shape(stored: Stored, shape: tuple[int, ...], fmt: Format) -> tuple[int, ...]:
@@ -158,7 +157,8 @@ def build(
         metadata, declared_shape = stored.declared
         scales = (None if name is None else read(name) for name in (stored.per_tensor_scale, stored.activation_scale))
         try:
-            return check_operand(MXTensor(Operand(qdata, scale, *scales), metadata, declared_shape))
+            operand = check_operand(Operand(qdata, scale, *scales), metadata, declared_shape)
+            return MXTensor(operand, metadata, declared_shape)
         except (ValueError, TypeError) as error:
             raise ValueError(f"cannot read {stored.name!r}: {error}") from error
     if stored.arrangement == BLOCKS:

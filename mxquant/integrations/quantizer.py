@@ -29,7 +29,7 @@ from mxquant.modules.experts_weight import quantize_experts
 from mxquant.modules.linear import quantize_parameter
 from mxquant.select import Plan, Target, lineage, select
 from mxquant.tensor import Metadata, MXTensor, as_weight, flatten_state_dict
-from mxquant.tensor.construct import check_operand
+from mxquant.tensor.checks import check_operand
 from mxquant.tensor.metadata import metadata_from_fields
 from mxquant.tensor.state import SAVED_PARTS
 from mxquant.validate import check_weight
@@ -307,7 +307,7 @@ class _Rebuild(ConversionOps):
             )
         metadata, shape = self.hf_quantizer.saved[full_layer_name]
         operand = Operand(*(parts.get(part) for part in SAVED_PARTS))  # type: ignore[arg-type]
-        weight = check_operand(MXTensor(operand, metadata, shape))
+        weight = MXTensor(check_operand(operand, metadata, shape), metadata, shape)
         cast = weight.to(model.get_parameter(full_layer_name).dtype)
         assert isinstance(cast, MXTensor)
         return {full_layer_name: nn.Parameter(as_weight(cast), requires_grad=False)}

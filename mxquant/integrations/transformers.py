@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from mxquant.integrations.extra import needing_transformers
 from mxquant.modules.moe import experts_forward
 from mxquant.tensor import MXTensor
+from mxquant.tensor.dispatch import implements
 from mxquant.tensor.grouped import grouped_mm
-from mxquant.tensor.mxtensor import implements
 
 with needing_transformers():
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS

@@ -47,9 +47,12 @@ def experts_forward(experts: nn.Module, hidden_states: Tensor, top_k_index: Tens
     _check_routed(hidden_states, top_k_index, top_k_weights)
     assert layout.down is not None
     assert layout.gate is not None
-    up = [_stack(experts, name, layout) for name in layout.up]
-    down = _stack(experts, layout.down, layout)
-    routing = route(top_k_index, down.shape[0])
+    # NOTE: otherwise reading each attribute of a quantized weight goes through its __torch_function__.
+    with torch._C.DisableTorchFunctionSubclass():
+        up = [_stack(experts, name, layout) for name in layout.up]
+        down = _stack(experts, layout.down, layout)
+        num_experts = down.shape[0]
+    routing = route(top_k_index, num_experts)
     weighs_input = layout.router_weight == "input"
     if weighs_input:
         weight_S = torch.where(routing.is_local_TK, top_k_weights, 0).flatten()[routing.order_S].unsqueeze(-1)

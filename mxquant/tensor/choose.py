@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 
 import torch
 
-from mxquant.backends.base import ANY_LAYOUT, CANONICAL, Backend, Problem
-from mxquant.backends.registry import get_backend, preferences
+from mxquant.backends.base import ANY_LAYOUT, CANONICAL, FORWARD, Backend, Problem
+from mxquant.backends.registry import get_backend, preferences, select
 from mxquant.reference.gated_activation import GatedActivation
 from mxquant.scheme import Scheme
+from mxquant.tensor.metadata import Metadata
 from mxquant.tensor.mxtensor import EmulatedMXTensor, MXTensor, block_format
 
 
@@ -18,51 +20,62 @@ def describe(
     weight: MXTensor,
     dtype: torch.dtype | None = None,
     *,
-    contraction: str = "blocked",
+    contraction: str = FORWARD,
     device: torch.device | None = None,
-    grouped: bool | None = None,
-    gate: GatedActivation | None = None,
 ) -> Problem:
-    """The problem that a matmul with `weight` poses: 2-D, or a stack of such.
+    """The problem that a matmul with `weight` poses: a matrix, or a stack of experts.
 
     Args:
         dtype: of the other operand; None: the weight's own.
-        contraction: "blocked" along the weight's blocked axis, "unblocked" along the other.
         device: to ask about another device than the weight's, where it would be prepared anew.
-        grouped: of a stack, whether groups of rows are multiplied each with its own matrix, as in experts, or one
-            matrix at a time; None: whatever a stack is there for.
-        gate: what the other operand goes through first, where the backend applies it.
     """
     metadata, shape, here = weight.metadata, weight.shape, weight.qdata.device
-    blocked = contraction == "blocked"
+    if device is not None and device != here:
+        metadata = dataclasses.replace(metadata, layout=ANY_LAYOUT)
+    experts = int(shape[0]) if len(shape) == 3 else 0
+    return problem_of(metadata, shape, device or here, dtype or metadata.dtype, contraction, experts)
+
+
+def problem_of(
+    metadata: Metadata, shape: Sequence[int], device: torch.device, dtype: torch.dtype, contraction: str, experts: int
+) -> Problem:
+    """The problem of a weight of that metadata and logical shape.
+
+    Args:
+        experts: matrices of a grouped matmul; 0 for a matmul with one matrix at a time.
+    """
     # While a graph is traced the sizes may be symbolic: a choice of backend specializes on them.
     n, k = int(shape[-2 if metadata.axis == -1 else -1]), int(shape[metadata.axis])
-    asked = here if device is None else device
+    scheme = metadata.scheme if contraction == FORWARD else _weight_alone(metadata.scheme.weight)
     # By position, in the order of the fields: names take as long as all the rest.
     return _one_problem(
-        metadata.scheme if blocked else _unquantized_input(metadata.scheme.weight),
+        scheme,
         n,
         k,
-        int(metadata.block_offset),
-        metadata.dtype if dtype is None else dtype,
-        asked,
-        _capability(asked),
+        metadata.block_offset,
+        dtype,
+        device,
+        _capability(device),
         contraction,
-        metadata.layout if asked == here else ANY_LAYOUT,
-        int(shape[0]) if len(shape) == 3 and grouped is not False else 0,
-        gate,
+        metadata.layout,
+        experts,
     )
 
 
-# Equal problems are one object, made once: it takes most of the time of a description, at every matmul.
+# Equal problems are one object, made once: making one takes most of the time of a description, at every matmul.
 _one_problem = functools.lru_cache(maxsize=4096)(Problem)
-# A matmul across the blocks: of the weight's scheme, it needs the format alone.
-_unquantized_input = functools.cache(Scheme)
+_weight_alone = functools.cache(Scheme)
+
+
+@functools.lru_cache(maxsize=4096)
+def with_gate(problem: Problem, gate: GatedActivation) -> Problem:
+    """The same, the input going through `gate` first."""
+    return dataclasses.replace(problem, gate=gate)
 
 
 @functools.cache
 def _capability(device: torch.device) -> tuple[int, int] | None:
-    """Of a CUDA device that is here, else None. Asking costs more than the rest of a description."""
+    """Of a CUDA device that is here, else None. Cached: asking takes longer than the rest of a description."""
     if device.type != "cuda" or not torch.cuda.is_available():
         return None
     return torch.cuda.get_device_capability(device)
@@ -71,6 +84,21 @@ def _capability(device: torch.device) -> tuple[int, int] | None:
 def requested_backend(weight: MXTensor) -> str:
     """The backend that its matmuls ask for: emulation for an EmulatedMXTensor, else what was requested."""
     return "emulation" if isinstance(weight, EmulatedMXTensor) else weight.backend
+
+
+def choose_backend(weight: MXTensor, problem: Problem) -> tuple[Backend, MXTensor]:
+    """The backend that computes `problem`, and the weight in its layout.
+
+    Raises:
+        ValueError: the backend that the weight asks for cannot compute it, or cannot hold its values.
+    """
+    backend = select(problem, requested_backend(weight))
+    prepared = in_layout_of(backend, weight)
+    if prepared is None:
+        raise ValueError(
+            f'backend {backend.name!r} cannot hold the values of {weight!r}; use backend="auto" for one that can'
+        )
+    return backend, prepared
 
 
 def as_weight(tensor: MXTensor, backend: str = "auto") -> MXTensor:

@@ -1,28 +1,24 @@
-"""Making MXTensors, by quantizing or from existing bytes, and turning them back into ordinary tensors.
+"""Quantizing ordinary tensors to MXTensors.
 
-While a graph is traced, quantizing and dequantizing are opaque operators: what a compiler would make of their
-arithmetic (fused multiply-adds, approximate divisions) could not be relied on to give the same bytes. In eager they
-are called directly.
+While a graph is traced, quantizing is an opaque operator: a compiler's own arithmetic (fused multiply-adds, approximate
+divisions) would not give the same bytes. In eager the function is called directly.
 """
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from mxquant.backends.base import Operand
-from mxquant.formats.block import dequantize_blocks
 from mxquant.formats.scale import NAN_BYTE, nvfp4_per_tensor_scale
 from mxquant.formats.spec import Format, get_format, resolve_scale_mode
 from mxquant.ops import hadamard, is_traced, quantize_blocks
 from mxquant.scheme import Scheme
-from mxquant.tensor.metadata import Metadata, check_dtype
-from mxquant.tensor.mxtensor import MXTensor, block_format, logical_shape, physical_shape
+from mxquant.tensor.checks import check_multiplier
+from mxquant.tensor.metadata import Metadata
+from mxquant.tensor.mxtensor import MXTensor
 
 _NONFINITE = ("nan", "raise")
-_BITS_OF = {torch.uint8, torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu}
 
 
 def quantize(
@@ -119,8 +115,7 @@ def _physical_per_tensor_scale(fmt: Format, scale: Tensor, x: Tensor, axis: int)
     if not fits or scale.shape[axis] != 1:
         raise ValueError(
             f"per_tensor_scale of shape {tuple(scale.shape)} does not fit {tuple(x.shape)}: give one element, or the "
-            "same "
-            f"rank with sizes 1 or equal, 1 along the blocked axis {axis}"
+            f"same rank with sizes 1 or equal, 1 along the blocked axis {axis}"
         )
     return scale.movedim(axis, -1)
 
@@ -188,170 +183,3 @@ def _(
         scale,
         x.new_empty((), dtype=torch.float32) if per_tensor_scale is None else per_tensor_scale.clone(),
     ]
-
-
-def dequantize(tensor: MXTensor, dtype: torch.dtype) -> Tensor:
-    """`MXTensor.dequantize`."""
-    tensor = tensor.canonical()
-    rotation = tensor.metadata.scheme.rotation
-    arguments = (
-        tensor.qdata,
-        tensor.scale,
-        tensor.per_tensor_scale,
-        tensor.format,
-        physical_shape(tensor)[-1],
-        tensor.metadata.block_offset,
-        check_dtype(dtype) if rotation is None else torch.promote_types(check_dtype(dtype), torch.float32),
-    )
-    run = torch.ops.mxquant.dequantize if is_traced(tensor.qdata) else _dequantize
-    physical: Tensor = run(*arguments)
-    if rotation is not None:
-        physical = hadamard(physical, rotation, dtype)
-    return physical.movedim(-1, tensor.axis).contiguous()
-
-
-def _dequantize(
-    qdata: Tensor,
-    scale: Tensor,
-    per_tensor_scale: Tensor | None,
-    format: str,
-    length: int,
-    block_offset: int,
-    dtype: torch.dtype,
-) -> Tensor:
-    return dequantize_blocks(
-        qdata,
-        scale,
-        get_format(format),
-        length,
-        block_offset=block_offset,
-        per_tensor_scale=per_tensor_scale,
-        dtype=dtype,
-    )
-
-
-@torch.library.custom_op("mxquant::dequantize", mutates_args=())
-def _dequantize_op(
-    qdata: Tensor,
-    scale: Tensor,
-    per_tensor_scale: Tensor | None,
-    format: str,
-    length: int,
-    block_offset: int,
-    dtype: torch.dtype,
-) -> Tensor:
-    return _dequantize(qdata, scale, per_tensor_scale, format, length, block_offset, dtype).contiguous()
-
-
-@_dequantize_op.register_fake
-def _(
-    qdata: Tensor,
-    scale: Tensor,
-    per_tensor_scale: Tensor | None,
-    format: str,
-    length: int,
-    block_offset: int,
-    dtype: torch.dtype,
-) -> Tensor:
-    return qdata.new_empty(*qdata.shape[:-1], length, dtype=dtype)
-
-
-def from_qdata(
-    qdata: Tensor,
-    scale: Tensor,
-    format: str,
-    shape: Sequence[int] | None,
-    dtype: torch.dtype,
-    axis: int,
-    per_tensor_scale: Tensor | None,
-) -> MXTensor:
-    """`MXTensor.from_qdata`."""
-    fmt = get_format(format)
-    qdata, scale = _as_bits("qdata", qdata), _as_bits("scale", scale)
-    if qdata.dim() == 0:
-        raise ValueError("qdata is 0-dim; it is [..., packed bytes] with the blocked axis last")
-    if type(axis) is not int:
-        raise TypeError(f"axis is one integer; got {axis!r}")
-    if not -qdata.dim() <= axis < qdata.dim():
-        raise ValueError(f"axis {axis} is out of range for a tensor of rank {qdata.dim()}")
-    axis = axis if axis < 0 else axis - qdata.dim()
-    if shape is None:
-        codes = qdata.shape[-1] // fmt.bytes_per_group * fmt.codes_per_group
-        shape = logical_shape((*qdata.shape[:-1], codes), axis)
-    if not isinstance(shape, Sequence) or not all(isinstance(n, (int, torch.SymInt)) and n >= 0 for n in shape):
-        raise TypeError(f"shape is a sequence of sizes; got {shape!r}")
-    if len(shape) != qdata.dim():
-        raise ValueError(f"shape {tuple(shape)} has rank {len(shape)}, qdata {tuple(qdata.shape)} rank {qdata.dim()}")
-    operand = Operand(qdata, scale, per_tensor_scale)
-    tensor = MXTensor(operand, Metadata(Scheme(fmt.name), axis, check_dtype(dtype)), tuple(shape))
-    return check_operand(tensor)
-
-
-def check_operand(tensor: MXTensor) -> MXTensor:
-    """`tensor`, a per-tensor scale of one element made 0-dim, once its inner tensors are known to fit its shape and
-    format.
-
-    Raises:
-        ValueError: they do not fit, or a per-tensor scale is missing or superfluous.
-        TypeError: codes or scales are not bytes, or the per-tensor scale is not fp32 on the same device.
-    """
-    fmt, physical = block_format(tensor), physical_shape(tensor)
-    end = tensor.metadata.block_offset + physical[-1]
-    for name, given, last in (
-        ("qdata", tensor.qdata, fmt.packed_size(end)),
-        ("scale", tensor.scale, fmt.num_blocks(end)),
-    ):
-        if tuple(given.shape) != (*physical[:-1], last):
-            raise ValueError(
-                f"{name} of shape {tuple(given.shape)} does not fit a {fmt.name} tensor of shape {tuple(tensor.shape)} "
-                f"blocked along axis {tensor.axis}: its shape must be {(*physical[:-1], last)}"
-            )
-        if given.dtype != torch.uint8:
-            raise TypeError(f"{name} is a tensor of uint8 bytes; got {given.dtype}")
-        if given.device != tensor.device:
-            raise ValueError(f"{name} is on {given.device}, qdata on {tensor.device}; put them on one device")
-    return _check_per_tensor_scale(tensor, fmt)
-
-
-def _check_per_tensor_scale(tensor: MXTensor, fmt: Format) -> MXTensor:
-    given, lead = tensor.per_tensor_scale, tensor.qdata.shape[:-1]
-    if given is None:
-        if fmt.per_tensor:
-            raise ValueError(f"per_tensor_scale is missing: {fmt.name} has an fp32 multiplier")
-        return tensor
-    if not fmt.per_tensor:
-        raise ValueError(f"per_tensor_scale is superfluous for {fmt.name}, only nvfp4 has one; leave it out")
-    check_multiplier("per_tensor_scale", given, tensor.device)
-    if given.numel() == 1:
-        tensor.per_tensor_scale = given.detach().reshape(())
-    elif (
-        given.dim() != len(lead) + 1
-        or given.shape[-1] != 1
-        or any(a not in (1, b) for a, b in zip(given.shape, lead, strict=False))
-    ):
-        raise ValueError(
-            f"per_tensor_scale of shape {tuple(given.shape)} does not fit qdata of shape {tuple(tensor.qdata.shape)}: "
-            "give one element, or the same rank with 1 last and other sizes 1 or equal"
-        )
-    return tensor
-
-
-def check_multiplier(name: str, scale: Tensor, device: torch.device) -> None:
-    """Refuse what cannot be a scale that values are multiplied with.
-
-    Raises:
-        TypeError: not an fp32 tensor on `device`.
-        ValueError: not positive and finite (not looked at while a graph is traced).
-    """
-    if not isinstance(scale, Tensor) or scale.dtype != torch.float32 or scale.device != device:
-        given = f"{scale.dtype} on {scale.device}" if isinstance(scale, Tensor) else repr(scale)
-        raise TypeError(f"{name} is a float32 tensor on {device}; got {given}")
-    if not is_traced(scale) and not bool(((scale > 0) & scale.isfinite()).all()):
-        raise ValueError(f"{name} is positive and finite; got {scale.flatten()[:4].tolist()}")
-
-
-def _as_bits(name: str, tensor: Tensor) -> Tensor:
-    if not isinstance(tensor, Tensor) or tensor.dtype not in _BITS_OF:
-        given = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
-        raise TypeError(f"{name} is a tensor of bytes (uint8, or an 8-bit float taken as its bits); got {given}")
-    return tensor.detach().view(torch.uint8)

@@ -15,8 +15,9 @@ from mxquant.formats.pack import unpack_codes
 from mxquant.formats.spec import get_format
 from mxquant.scheme import Scheme
 from mxquant.tensor.choose import as_moved_weight, in_layout_of
-from mxquant.tensor.metadata import Metadata, check_dtype
-from mxquant.tensor.mxtensor import MXTensor, block_format, implements, physical_shape
+from mxquant.tensor.dispatch import implements
+from mxquant.tensor.metadata import Metadata, check_dtype, physical_shape
+from mxquant.tensor.mxtensor import MXTensor, block_format
 
 aten = torch.ops.aten
 
@@ -144,8 +145,8 @@ def _new(
     dtype = tensor.metadata.dtype if dtype is None else check_dtype(dtype)
     if len(size) < -tensor.axis:
         raise ValueError(f"a tensor like {tensor!r} has at least {-tensor.axis} axes; got shape {tuple(size)}")
-    lead = list(size)
-    end = offset + lead.pop(tensor.axis)
+    *lead, length = physical_shape(size, tensor.axis)
+    end = offset + length
     per_tensor, static = tensor.per_tensor_scale, tensor.activation_scale
     spread = () if per_tensor is None or per_tensor.dim() == 0 else (*lead, 1)
     experts = () if static is None or static.dim() == 0 else (lead[0], *static.shape[1:])
@@ -185,7 +186,7 @@ def _of_bytes(tensor: MXTensor) -> Metadata:
 def _codes(tensor: MXTensor) -> Tensor:
     offset = tensor.metadata.block_offset
     fmt = get_format(tensor.format)
-    return unpack_codes(tensor.qdata, fmt.element.bits, offset + physical_shape(tensor)[-1])[..., offset:]
+    return unpack_codes(tensor.qdata, fmt.element.bits, offset + tensor.shape[tensor.axis])[..., offset:]
 
 
 @implements(aten.is_pinned.default)

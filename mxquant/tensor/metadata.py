@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +34,20 @@ def check_dtype(dtype: torch.dtype) -> torch.dtype:
             "Call .dequantize() first"
         )
     return dtype
+
+
+def physical_shape(shape: Sequence[int], axis: int) -> tuple[int, ...]:
+    """A logical shape with the blocked axis moved to the end, as the inner tensors have it."""
+    physical = list(shape)
+    physical.append(physical.pop(axis))
+    return tuple(physical)
+
+
+def logical_shape(physical: Sequence[int], axis: int) -> tuple[int, ...]:
+    """The inverse of `physical_shape`, for a negative `axis`."""
+    shape = list(physical)
+    shape.insert(len(shape) + axis, shape.pop())
+    return tuple(shape)
 
 
 @dataclass(frozen=True)

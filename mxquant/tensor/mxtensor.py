@@ -7,18 +7,20 @@ operation that cannot be done on packed codes raises and names `.dequantize()`: 
 from __future__ import annotations
 
 import copy
-import dataclasses
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from mxquant.backends.base import CANONICAL, Operand
-from mxquant.backends.registry import backend_of_layout
 from mxquant.formats.spec import Format, get_format
-from mxquant.tensor.metadata import Metadata
+from mxquant.scheme import Scheme
+from mxquant.tensor.checks import as_bits, check_multiplier, check_operand
+from mxquant.tensor.dequantize import canonical_form, dequantize
+from mxquant.tensor.dispatch import FUNCTIONS, OPERATORS
+from mxquant.tensor.metadata import Metadata, check_dtype, logical_shape, physical_shape
 
 _logger = logging.getLogger("mxquant")
 _SHARED_ACTIVATION_SCALE = (
@@ -28,33 +30,8 @@ _SHARED_ACTIVATION_SCALE = (
 _INNER = ("qdata", "scale", "per_tensor_scale", "activation_scale")
 _NO_MEMORY = 1 << 62  # beyond what processors and GPUs can address
 # Raised where an operator of `torch.ops.mxquant` changes its arguments: graphs compiled for the old ones are on disk.
-_OPERATORS = 2
+_OPERATORS = 3
 _OWN_ATTRIBUTES = frozenset((*_INNER, "metadata", "backend", "_is_param"))
-
-_DISPATCH: dict[Any, Callable[..., Any]] = {}
-"""aten operator -> (args, kwargs) -> result."""
-_FUNCTIONS: dict[Any, Callable[..., Any]] = {}
-"""Python function -> eager short cut -> result, or NotImplemented to take the ordinary way."""
-
-
-def implements(*operators: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Register a function as the implementation of aten `operators` on an MXTensor."""
-
-    def register(function: Callable[..., Any]) -> Callable[..., Any]:
-        _DISPATCH.update(dict.fromkeys(operators, function))
-        return function
-
-    return register
-
-
-def implements_function(function: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Register an eager short cut for a Python `function` such as F.linear."""
-
-    def register(implementation: Callable[..., Any]) -> Callable[..., Any]:
-        _FUNCTIONS[function] = implementation
-        return implementation
-
-    return register
 
 
 class MXTensor(torch.Tensor):
@@ -134,9 +111,26 @@ class MXTensor(torch.Tensor):
             ValueError: a shape does not fit, or a per-tensor scale is missing or superfluous.
             TypeError: a wrong dtype.
         """
-        from mxquant.tensor.construct import from_qdata
-
-        return from_qdata(qdata, scale, format, shape, dtype, axis, per_tensor_scale)
+        fmt = get_format(format)
+        qdata, scale = as_bits("qdata", qdata), as_bits("scale", scale)
+        if qdata.dim() == 0:
+            raise ValueError("qdata is 0-dim; it is [..., packed bytes] with the blocked axis last")
+        if type(axis) is not int:
+            raise TypeError(f"axis is one integer; got {axis!r}")
+        if not -qdata.dim() <= axis < qdata.dim():
+            raise ValueError(f"axis {axis} is out of range for a tensor of rank {qdata.dim()}")
+        axis = axis if axis < 0 else axis - qdata.dim()
+        if shape is None:
+            codes = qdata.shape[-1] // fmt.bytes_per_group * fmt.codes_per_group
+            shape = logical_shape((*qdata.shape[:-1], codes), axis)
+        if not isinstance(shape, Sequence) or not all(isinstance(n, (int, torch.SymInt)) and n >= 0 for n in shape):
+            raise TypeError(f"shape is a sequence of sizes; got {shape!r}")
+        if len(shape) != qdata.dim():
+            raise ValueError(
+                f"shape {tuple(shape)} has rank {len(shape)}, qdata {tuple(qdata.shape)} rank {qdata.dim()}"
+            )
+        metadata = Metadata(Scheme(fmt.name), axis, check_dtype(dtype))
+        return MXTensor(check_operand(Operand(qdata, scale, per_tensor_scale), metadata, shape), metadata, tuple(shape))
 
     @property
     def format(self) -> str:
@@ -190,9 +184,7 @@ class MXTensor(torch.Tensor):
 
         code x scale (x per-tensor scale), rotated back if rotated, in fp32 or fp64, then cast once. Not differentiable.
         """
-        from mxquant.tensor.construct import dequantize
-
-        return dequantize(self, self.metadata.dtype if dtype is None else dtype)
+        return dequantize(self.operand, self.metadata, self.shape, self.metadata.dtype if dtype is None else dtype)
 
     def with_activation(
         self, activation: str | None, scale_mode: str | None = None, scale: Tensor | None = None
@@ -218,8 +210,6 @@ class MXTensor(torch.Tensor):
         return self.rewrap(self.operand._replace(activation_scale=static), metadata)
 
     def _static_scale(self, scale: Tensor) -> Tensor:
-        from mxquant.tensor.construct import check_multiplier
-
         check_multiplier("a static activation scale", scale, self.device)
         if self.dim() == 3 and self.axis != -3 and scale.numel() == self.shape[0] > 1:
             return scale.detach().reshape(-1, 1, 1)
@@ -248,11 +238,7 @@ class MXTensor(torch.Tensor):
         """The same tensor in the canonical layout: itself, or rebuilt from a backend's own layout."""
         if self.metadata.layout == CANONICAL:
             return self
-        layout = backend_of_layout(self.metadata.layout).layout
-        assert layout is not None
-        qdata, scale = layout.unpack(self.qdata, self.scale, get_format(self.format), physical_shape(self))
-        metadata = dataclasses.replace(self.metadata, layout=CANONICAL)
-        return self.rewrap(self.operand._replace(qdata=qdata, scale=scale), metadata)
+        return self.rewrap(*canonical_form(self.operand, self.metadata, self.shape))
 
     def foreign_attributes(self) -> dict[str, Any]:
         """Python attributes that others put on the tensor (weight loaders, sharding marks), for a replacement."""
@@ -270,11 +256,6 @@ class MXTensor(torch.Tensor):
         return f"{type(self).__name__}({kind}, shape={tuple(self.shape)}, dtype={dtype}, device={self.device}{grad})"
 
     # --- saving and sharing, where torch's own versions reach for a storage ---
-
-    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        from mxquant.tensor.state import reduce
-
-        return reduce(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MXTensor:
         if id(self) in memo:
@@ -324,7 +305,7 @@ class MXTensor(torch.Tensor):
         kwargs = kwargs or {}
         # Around the short cut too: it reads many properties, and each would come back here.
         with torch._C.DisableTorchFunctionSubclass():
-            if (short_cut := _FUNCTIONS.get(func)) is not None and not torch.compiler.is_compiling():
+            if (short_cut := FUNCTIONS.get(func)) is not None and not torch.compiler.is_compiling():
                 result = short_cut(*args, **kwargs)
                 if result is not NotImplemented:
                     return result
@@ -335,7 +316,7 @@ class MXTensor(torch.Tensor):
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        implementation = _DISPATCH.get(func)
+        implementation = OPERATORS.get(func)
         if implementation is not None:
             return implementation(*args, **kwargs)
         # In inference mode composite operators arrive whole: what they are made of may be in the table.
@@ -362,28 +343,13 @@ def brief(value: Any) -> str:
     return repr(value)
 
 
-def physical_shape(tensor: MXTensor) -> tuple[int, ...]:
-    """The shape with the blocked axis last."""
-    shape = list(tensor.shape)
-    shape.append(shape.pop(tensor.metadata.axis))
-    return tuple(shape)
-
-
-def logical_shape(physical: Sequence[int], axis: int) -> tuple[int, ...]:
-    """The inverse of `physical_shape`, for a negative `axis`."""
-    shape = list(physical)
-    shape.insert(len(shape) + axis, shape.pop())
-    return tuple(shape)
-
-
 def block_format(tensor: MXTensor) -> Format:
     return get_format(tensor.metadata.scheme.weight)
 
 
 def _dense_strides(shape: Sequence[int], axis: int) -> tuple[int, ...]:
     """Strides of a dense tensor whose axis `axis` is innermost: contiguous, or the transpose of contiguous."""
-    physical = list(shape)
-    physical.append(physical.pop(axis))
+    physical = physical_shape(shape, axis)
     strides = [1]
     for size in reversed(physical[1:]):
         strides.append(strides[-1] * max(size, 1) if isinstance(size, int) else strides[-1] * size)

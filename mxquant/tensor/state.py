@@ -5,6 +5,7 @@ What is saved is the canonical bytes and a versioned JSON: neither a backend, no
 
 from __future__ import annotations
 
+import copyreg
 import json
 from collections.abc import Mapping
 from typing import Any, NoReturn
@@ -13,9 +14,10 @@ import torch
 from torch import Tensor
 
 from mxquant.backends.base import Operand
-from mxquant.tensor.construct import check_operand
+from mxquant.tensor.checks import check_operand
+from mxquant.tensor.dispatch import implements_function
 from mxquant.tensor.metadata import VERSION, metadata_from_fields, metadata_from_json
-from mxquant.tensor.mxtensor import EmulatedMXTensor, MXTensor, implements_function
+from mxquant.tensor.mxtensor import EmulatedMXTensor, MXTensor
 
 METADATA_KEY = "mxquant"
 SAVED_PARTS = ("qdata", "scale", "per_tensor_scale", "activation_scale")
@@ -95,7 +97,7 @@ def unflatten_state_dict(tensors: Mapping[str, Tensor], metadata: Mapping[str, s
             raise ValueError(f"both {name!r} and {name + '.qdata'!r} are there; one of them must go")
         operand = Operand(**inner)  # type: ignore[arg-type]
         try:
-            state_dict[name] = check_operand(MXTensor(operand, parsed, shape))
+            state_dict[name] = MXTensor(check_operand(operand, parsed, shape), parsed, shape)
         except (ValueError, TypeError) as error:
             raise ValueError(f"cannot rebuild {name!r}: {error}") from error
     for name, first in aliases.items():
@@ -110,8 +112,7 @@ def parse_metadata(metadata: Mapping[str, str]) -> tuple[dict[str, Any], dict[st
     if METADATA_KEY not in metadata:
         raise ValueError(
             f"no {METADATA_KEY!r} in the metadata (it has {sorted(metadata)}); pass on the metadata that "
-            "flatten_state_dict "
-            "gave: safetensors.safe_open(path, 'pt').metadata()"
+            "flatten_state_dict gave: safetensors.safe_open(path, 'pt').metadata()"
         )
     try:
         content = json.loads(metadata[METADATA_KEY])
@@ -132,16 +133,16 @@ def rebuild(operand: tuple[Tensor | None, ...], metadata: str, attributes: dict[
     """What a pickled MXTensor calls when loaded."""
     parsed, shape = metadata_from_json(metadata)
     assert shape is not None
-    tensor = check_operand(MXTensor(Operand(*operand), parsed, shape))  # type: ignore[arg-type]
+    checked = check_operand(Operand(*operand), parsed, shape)  # type: ignore[arg-type]
+    tensor = MXTensor(checked, parsed, shape)
     tensor.__dict__.update(attributes)
     return tensor
 
 
 def reduce(tensor: MXTensor) -> tuple[Any, ...]:
-    """`MXTensor.__reduce_ex__`: the canonical bytes as a plain MXTensor.
+    """How `copyreg` pickles an MXTensor: the canonical bytes as a plain MXTensor.
 
-    With a parameter go the attributes that others put on it, as with any parameter; not with the tensors of a state
-    dict.
+    A parameter keeps the attributes that others put on it, as any parameter does; tensors of a state dict do not.
     """
     canonical = tensor.canonical()
     text = canonical.metadata.to_json(tuple(canonical.shape))
@@ -150,6 +151,8 @@ def reduce(tensor: MXTensor) -> tuple[Any, ...]:
     return rebuild, (tuple(canonical.operand), text, attributes)
 
 
+for _cls in (MXTensor, EmulatedMXTensor):
+    copyreg.pickle(_cls, reduce)
 torch.serialization.add_safe_globals([rebuild, MXTensor, EmulatedMXTensor])
 
 

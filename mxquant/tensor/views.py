@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from mxquant.backends.base import Operand
-from mxquant.tensor.mxtensor import MXTensor, block_format, brief, implements
+from mxquant.tensor.dispatch import implements
+from mxquant.tensor.mxtensor import MXTensor, block_format, brief
 
 aten = torch.ops.aten
 
@@ -25,8 +26,7 @@ aten = torch.ops.aten
 def _refuse(tensor: MXTensor, what: str) -> NoReturn:
     raise NotImplementedError(
         f"{what} of {tensor!r} cannot be done on packed codes (blocked axis {tensor.axis}); call .dequantize() first "
-        "for "
-        "an ordinary tensor"
+        "for an ordinary tensor"
     )
 
 

@@ -219,7 +219,7 @@ def test_a_gate_in_a_graph(gate: GatedActivation) -> None:
         with torch.no_grad():
             assert torch.equal(compiled(both), grouped_product(both, stack, -1, Groups(OFFSETS), None, gate))
         targets = [str(node.target) for graph in graphs for node in graph.graph.nodes if node.op == "call_function"]
-        (product,) = [node for graph in graphs for node in graph.graph.nodes if "grouped_matmul" in str(node.target)]
+        (product,) = [node for graph in graphs for node in graph.graph.nodes if "mxquant.matmul" in str(node.target)]
         fused = stack is weight
         assert product.args[-3:] == ((gate.interleaved, gate.limit, gate.alpha) if fused else (None, None, None))
         assert ("aten.mul.Tensor" in targets) is not fused

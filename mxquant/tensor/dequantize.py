@@ -1,0 +1,100 @@
+"""From the plain tensors of an MXTensor to the values that they stand for.
+
+While a graph is traced, dequantizing is an opaque operator: a compiler's own arithmetic (fused multiply-adds,
+approximate divisions) would not give the same bytes. In eager the function is called directly.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from mxquant.backends.base import CANONICAL, Operand
+from mxquant.backends.registry import backend_of_layout
+from mxquant.formats.block import dequantize_blocks
+from mxquant.formats.spec import get_format
+from mxquant.ops import hadamard, is_traced
+from mxquant.tensor.metadata import Metadata, check_dtype, physical_shape
+
+
+def canonical_form(operand: Operand, metadata: Metadata, shape: Sequence[int]) -> tuple[Operand, Metadata]:
+    """Operand and metadata in the canonical layout: as they are, or unpacked from a backend's layout."""
+    if metadata.layout == CANONICAL:
+        return operand, metadata
+    layout = backend_of_layout(metadata.layout).layout
+    assert layout is not None
+    physical = physical_shape(shape, metadata.axis)
+    qdata, scale = layout.unpack(operand.qdata, operand.scale, get_format(metadata.scheme.weight), physical)
+    return operand._replace(qdata=qdata, scale=scale), dataclasses.replace(metadata, layout=CANONICAL)
+
+
+def dequantize(operand: Operand, metadata: Metadata, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """The values: contiguous, of the logical `shape`, in `dtype`, rotated back if the codes are rotated.
+
+    Raises:
+        TypeError: `dtype` is not bf16, fp16, fp32 or fp64.
+    """
+    operand, metadata = canonical_form(operand, metadata, shape)
+    scheme = metadata.scheme
+    run = torch.ops.mxquant.dequantize if is_traced(operand.qdata) else _dequantize
+    physical: Tensor = run(
+        operand.qdata,
+        operand.scale,
+        operand.per_tensor_scale,
+        scheme.weight,
+        shape[metadata.axis],
+        metadata.block_offset,
+        check_dtype(dtype) if scheme.rotation is None else torch.promote_types(check_dtype(dtype), torch.float32),
+    )
+    if scheme.rotation is not None:
+        physical = hadamard(physical, scheme.rotation, dtype)
+    return physical.movedim(-1, metadata.axis).contiguous()
+
+
+def _dequantize(
+    qdata: Tensor,
+    scale: Tensor,
+    per_tensor_scale: Tensor | None,
+    format: str,
+    length: int,
+    block_offset: int,
+    dtype: torch.dtype,
+) -> Tensor:
+    return dequantize_blocks(
+        qdata,
+        scale,
+        get_format(format),
+        length,
+        block_offset=block_offset,
+        per_tensor_scale=per_tensor_scale,
+        dtype=dtype,
+    )
+
+
+@torch.library.custom_op("mxquant::dequantize", mutates_args=())
+def _dequantize_op(
+    qdata: Tensor,
+    scale: Tensor,
+    per_tensor_scale: Tensor | None,
+    format: str,
+    length: int,
+    block_offset: int,
+    dtype: torch.dtype,
+) -> Tensor:
+    return _dequantize(qdata, scale, per_tensor_scale, format, length, block_offset, dtype).contiguous()
+
+
+@_dequantize_op.register_fake
+def _(
+    qdata: Tensor,
+    scale: Tensor,
+    per_tensor_scale: Tensor | None,
+    format: str,
+    length: int,
+    block_offset: int,
+    dtype: torch.dtype,
+) -> Tensor:
+    return qdata.new_empty(*qdata.shape[:-1], length, dtype=dtype)

@@ -1,0 +1,287 @@
+"""One product of activations with a quantized weight: checked, given to a backend, and run.
+
+Every matmul comes here in one form: the weight W, physically [N, K] or a stack [E, N, K], blocked along K; and x @ W.T
+(contraction forward: activations are quantized) or x @ W (dgrad, as for the gradient of the input). With `Groups`, each
+row of x is multiplied with the matrix of its group; without, a stack multiplies a batch.
+
+While a graph is traced, a product is one opaque operator, `mxquant::matmul`, with the backend chosen at trace time. In
+eager the backend is called directly. Either way it gets plain tensors.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from mxquant.backends.base import DGRAD, FORWARD, Backend, Groups, Operand, Problem
+from mxquant.backends.registry import get_backend
+from mxquant.ops import gated_activation, hadamard, is_traced
+from mxquant.reference.gated_activation import GatedActivation
+from mxquant.tensor.choose import choose_backend, problem_of, with_gate
+from mxquant.tensor.metadata import DTYPES, logical_shape, metadata_from_json, physical_shape
+from mxquant.tensor.mxtensor import MXTensor, block_format
+from mxquant.tensor.views import view
+
+GateArguments = tuple[bool | None, float | None, float | None]
+
+
+def gate_arguments(gate: GatedActivation | None) -> GateArguments:
+    """A gate as operators take it: interleaved, limit, alpha."""
+    return (None, None, None) if gate is None else (gate.interleaved, gate.limit, gate.alpha)
+
+
+def gate_of(interleaved: bool | None, limit: float | None, alpha: float | None) -> GatedActivation | None:
+    """The inverse of `gate_arguments`."""
+    return None if interleaved is None else GatedActivation(interleaved, limit, alpha)
+
+
+def product(
+    x: Tensor,
+    weight: MXTensor,
+    contracted: int,
+    bias: Tensor | None = None,
+    groups: Groups | None = None,
+    gate: GatedActivation | None = None,
+) -> Tensor:
+    """`x` times `weight`, contracting the last axis of `x` with the weight's axis `contracted`.
+
+    Args:
+        x: [..., width] for a matrix; [B, M, width] for a stack of B; with groups [S, width] or [T, width].
+        weight: a matrix, or a stack of matrices.
+        contracted: -1 as in F.linear, -2 as in x @ weight.
+        bias: [width of the result], with groups [E, width of the result], or None.
+        groups: which rows of x are multiplied with which matrix of a stack.
+        gate: with groups, what x goes through first, gates and ups in twice as many columns.
+
+    Returns:
+        the product in the dtype of `x`; with groups, rows beyond the last group are zero.
+
+    Raises:
+        NotImplementedError: both sides are quantized, or the blocked axis is not one of the last two.
+        ValueError: shapes or devices that do not fit, or a named backend that cannot compute this.
+        TypeError: `x` is not floating.
+    """
+    metadata, shape = weight.metadata, weight.shape
+    if len(shape) == 1:
+        return product(x, view(weight, (1, shape[0])), -1, bias).squeeze(-1)
+    if groups is not None or len(shape) == 3:
+        _check_stack(x, weight, contracted, groups)
+    _check_operands(x, weight, contracted, bias, gated=gate is not None)
+    contraction = FORWARD if metadata.axis == contracted else DGRAD
+    experts = 0 if groups is None else int(shape[0])
+    problem = problem_of(metadata, shape, x.device, x.dtype, contraction, experts)
+    backend, weight = choose_backend(weight, problem)
+    if gate is not None:
+        if backend.gates and contraction == FORWARD and (problem.rotation is None or backend.rotates):
+            problem = with_gate(problem, gate)
+        else:
+            x, gate = gated_activation(x, gate), None
+    operand, rotation = weight.operand, metadata.scheme.rotation
+    if not is_traced(x, operand.qdata):
+        is_batch = groups is None and len(shape) == 3
+        return _run(x, operand, bias, groups, problem, backend, rotation, is_batch)
+    text, physical = weight.metadata.to_json(), physical_shape(shape, metadata.axis)
+    offsets, rows = (None, None) if groups is None else groups
+    result: Tensor = torch.ops.mxquant.matmul(
+        x, *operand, bias, offsets, rows, text, physical, contraction, backend.name, *gate_arguments(gate)
+    )
+    return result
+
+
+def _check_operands(x: Tensor, weight: MXTensor, contracted: int, bias: Tensor | None, *, gated: bool = False) -> None:
+    """Refuse operands that no product can be made of; `gated`: the input holds gates and ups, twice as many.
+
+    Raises:
+        NotImplementedError: both sides are quantized, or the blocked axis is not one of the last two.
+        ValueError: sizes or devices that do not fit, or activations to quantize in other blocks than the weight's.
+        TypeError: `x` is not floating.
+    """
+    if isinstance(x, MXTensor):
+        raise NotImplementedError(
+            f"both sides of a matmul are quantized: {x!r} and {weight!r}; call .dequantize() on one of them"
+        )
+    device, shape, metadata = weight.device, weight.shape, weight.metadata
+    if x.device != device or (bias is not None and bias.device != device):
+        name, tensor = ("input", x) if bias is None or x.device != device else ("bias", bias)
+        raise ValueError(f"{name} is on {tensor.device}, {weight!r} on {device}; move them to one device")
+    if x.dtype not in DTYPES:
+        raise TypeError(
+            f"a quantized weight multiplies bfloat16, float16, float32 or float64; got {x.dtype}. Convert the input "
+            "first"
+        )
+    if metadata.axis not in (-1, -2):
+        raise NotImplementedError(
+            f"{weight!r} is blocked along axis {metadata.axis}, not one of the last two; call .dequantize() first"
+        )
+    width = shape[contracted] * 2 if gated else shape[contracted]
+    if x.dim() == 0 or x.shape[-1] != width:
+        raise ValueError(
+            f"input of shape {tuple(x.shape)} does not fit {weight!r}: its last axis must be {width}"
+            + (", gates and ups" if gated else "")
+        )
+    if bias is not None:
+        made = (*shape[:-2], shape[-1 if contracted == -2 else -2])
+        if tuple(bias.shape) != made:
+            raise ValueError(f"bias of shape {tuple(bias.shape)} does not fit {weight!r}: its shape must be {made}")
+    if metadata.block_offset and metadata.scheme.activation is not None and metadata.axis == contracted:
+        raise ValueError(
+            f"{weight!r} starts {metadata.block_offset} elements inside a block, where quantized activations would "
+            f"have other blocks than the weight; slice at multiples of {block_format(weight).block_size}, or use it "
+            "weight-only: .with_activation(None)"
+        )
+
+
+def _check_stack(x: Tensor, weight: MXTensor, contracted: int, groups: Groups | None) -> None:
+    """Refuse a stack that does not have one matrix for each matrix of the input, or for each group."""
+    shape = weight.shape
+    if groups is not None:
+        if len(shape) != 3 or x.dim() != 2 or groups.offsets.shape != shape[:1]:
+            raise ValueError(
+                f"a grouped matmul takes an input [S, K], a stack of E matrices and offsets [E]; got {tuple(x.shape)}, "
+                f"{tuple(shape)} and {tuple(groups.offsets.shape)}"
+            )
+    elif x.dim() != 3 or x.shape[0] != shape[0]:
+        raise ValueError(
+            f"input of shape {tuple(x.shape)} does not fit the stack {weight!r}: its shape is [{shape[0]}, M, "
+            f"{shape[contracted]}]"
+        )
+
+
+def _run(
+    x: Tensor,
+    operand: Operand,
+    bias: Tensor | None,
+    groups: Groups | None,
+    problem: Problem,
+    backend: Backend,
+    rotation: int | None,
+    is_batch: bool,
+) -> Tensor:
+    """The product on real tensors; `operand` is in the layout of the backend.
+
+    A weight rotated by `rotation` multiplies an input that is rotated likewise: in fp32, then rounded to its own dtype,
+    and only then quantized. In dgrad the result is rotated back.
+    """
+    if rotation is None or (backend.rotates and problem.contraction == FORWARD):
+        return _multiply(x, operand, bias, groups, problem, backend, is_batch)
+    if problem.contraction == FORWARD:
+        return _multiply(hadamard(x, rotation, x.dtype), operand, bias, groups, problem, backend, is_batch)
+    if bias is not None:
+        bias = hadamard(bias, rotation, torch.promote_types(bias.dtype, torch.float32))
+    y = _multiply(x, operand, bias, groups, problem, backend, is_batch)
+    return hadamard(y, rotation, y.dtype)
+
+
+def _multiply(
+    x: Tensor,
+    operand: Operand,
+    bias: Tensor | None,
+    groups: Groups | None,
+    problem: Problem,
+    backend: Backend,
+    is_batch: bool,
+) -> Tensor:
+    if groups is not None:
+        return backend.grouped_matmul(x, _one_scale_each(operand), bias, groups, problem)
+    if is_batch:
+        y = x.new_empty(*x.shape[:-1], problem.width)
+        for index in range(y.shape[0]):
+            added = None if bias is None else bias[index]
+            y[index] = backend.matmul(x[index], _one_scale(operand.matrix(index)), added, problem)
+        return y
+    if x.dim() == 2:
+        return backend.matmul(x, _one_scale(operand), bias, problem)
+    *lead, contracted = x.shape
+    y = backend.matmul(x.reshape(math.prod(lead), contracted), _one_scale(operand), bias, problem)
+    return y.view(*lead, problem.width)
+
+
+def _one_scale(operand: Operand) -> Operand:
+    """The operand of a matrix with its per-tensor scale 0-dim: a backend multiplies the sum with it.
+
+    Raises:
+        NotImplementedError: its rows have different ones (weights of different scales, joined).
+    """
+    scale = operand.per_tensor_scale
+    if scale is None or scale.numel() == 1:
+        return operand
+    return operand._replace(per_tensor_scale=_same(scale.flatten(), 0).reshape(()))
+
+
+def _one_scale_each(operand: Operand) -> Operand:
+    """`_one_scale` for each matrix of a stack: 0-dim, or [E, 1, 1]."""
+    scale = operand.per_tensor_scale
+    if scale is None or scale.dim() == 0 or scale.shape[1] == 1:
+        return operand
+    return operand._replace(per_tensor_scale=_same(scale, 1))
+
+
+def _same(scale: Tensor, axis: int) -> Tensor:
+    """The first index of `axis`, where all have the same scales."""
+    first = scale.narrow(axis, 0, 1)
+    if not bool((scale == first).all()):
+        raise NotImplementedError(
+            f"the rows of this NVFP4 weight have different per-tensor scales ({scale.shape[axis]} of them); "
+            "multiply the weights that were joined one by one"
+        )
+    return first
+
+
+@torch.library.custom_op("mxquant::matmul", mutates_args=())
+def _matmul_op(
+    x: Tensor,
+    qdata: Tensor,
+    scale: Tensor,
+    per_tensor_scale: Tensor | None,
+    activation_scale: Tensor | None,
+    bias: Tensor | None,
+    offsets: Tensor | None,
+    rows: Tensor | None,
+    metadata: str,
+    physical: Sequence[int],
+    contraction: str,
+    backend: str,
+    interleaved: bool | None,
+    limit: float | None,
+    alpha: float | None,
+) -> Tensor:
+    parsed, _ = metadata_from_json(metadata)
+    scheme = parsed.scheme
+    if activation_scale is not None:
+        parsed = parsed.with_scheme(static_activation_scale=True)
+    operand = Operand(qdata, scale, per_tensor_scale, activation_scale)
+    groups = None if offsets is None else Groups(offsets, rows)
+    experts = 0 if groups is None else physical[0]
+    shape = logical_shape(physical, parsed.axis)
+    problem = problem_of(parsed, shape, x.device, x.dtype, contraction, experts)
+    if (gate := gate_of(interleaved, limit, alpha)) is not None:
+        problem = with_gate(problem, gate)
+    is_batch = groups is None and len(physical) == 3
+    return _run(x, operand, bias, groups, problem, get_backend(backend), scheme.rotation, is_batch)
+
+
+@_matmul_op.register_fake
+def _(
+    x: Tensor,
+    qdata: Tensor,
+    scale: Tensor,
+    per_tensor_scale: Tensor | None,
+    activation_scale: Tensor | None,
+    bias: Tensor | None,
+    offsets: Tensor | None,
+    rows: Tensor | None,
+    metadata: str,
+    physical: Sequence[int],
+    contraction: str,
+    backend: str,
+    interleaved: bool | None,
+    limit: float | None,
+    alpha: float | None,
+) -> Tensor:
+    width = physical[-2] if contraction == FORWARD else physical[-1]
+    if offsets is None:
+        return x.new_empty(*x.shape[:-1], width)
+    return x.new_empty(Groups(offsets, rows).count(x), width)
