@@ -15,13 +15,20 @@ from mxquant.algorithms.resume import SavedStages, open_stages
 from mxquant.algorithms.stages import Batch
 from mxquant.backends import select as select_backend
 from mxquant.config import resolve_mapping
-from mxquant.modules.experts_weight import dequantize_experts, quantize_experts
-from mxquant.modules.linear import WeightQuantizer, dequantize_parameter, quantize_parameter, round_to_nearest
-from mxquant.modules.registry import experts_layout
-from mxquant.report import SKIP_REASON, Summary, summarize
-from mxquant.select import FILTERED, FilterFn, Plan, Site, Skip, Target, select
+from mxquant.modules.layouts import experts_layout
+from mxquant.modules.quantize_target import (
+    Target,
+    WeightQuantizer,
+    check_target,
+    dequantized_parameter,
+    quantize_target,
+    round_to_nearest,
+)
+from mxquant.modules.sites import SKIP_REASON
+from mxquant.report import Summary, summarize
+from mxquant.select import FILTERED, FilterFn, Selection, Skip, select_weights
 from mxquant.tensor import MXTensor, describe, requested_backend
-from mxquant.validate import check_calibration, check_movable, check_stack, check_weight
+from mxquant.validate import check_calibration, check_movable
 
 _logger = logging.getLogger("mxquant")
 
@@ -36,35 +43,35 @@ def quantize_(
 ) -> None:
     """Quantize the weights of a model in place. The whole model is validated before anything changes.
 
-    What cannot be foreseen (memory runs out, a backend's own code fails) stops it between two weights: each weight is
-    either quantized wherever it is registered or as it was, and a line in the log says where it stopped and how to go
-    on. Earlier weights are not restored: each original is freed as soon as it is replaced.
+    An error that cannot be foreseen (memory runs out, a backend's code fails) stops it between two weights. Each weight
+    is then either quantized wherever it is registered or as it was, and the log says where it stopped and how to go on.
+    Earlier weights are not restored: each original is freed as soon as it is replaced.
 
-    Every `nn.Linear` is quantized but MoE routers and output embeddings, and the stacked experts of every block whose
-    layout is known (`register_experts_layout`), unless `config` says otherwise; the module `mxquant.select` explains
-    the keys of a mapping. Experts of unknown layout stay as they are, with a warning. Quantized weights are frozen.
-    Tied weights are quantized once and stay tied. `summary(model)` tells what is skipped, and why.
+    By default every `nn.Linear` is quantized except MoE routers and output embeddings, and so are the stacked experts
+    of every block whose layout is known (`register_experts_layout`). The module `mxquant.select` explains the keys of a
+    mapping. Experts of unknown layout stay as they are, with a warning. Quantized weights are frozen. Tied weights are
+    quantized once and stay tied. `summary(model)` tells what is skipped, and why.
 
     Args:
         config: a config such as `MXFP4Config()`, a format's name such as "mxfp4", a dict such as
             `{"weight": "mxfp4", "activation": None}`, or a mapping to those from kinds ("linear", "moe"), names and
             patterns.
         filter_fn: `(module, name) -> bool`; a selected module for which it is false is skipped.
-        device: move each selected weight and its layer's biases there, quantize there and leave them there. What else
-            the model has stays where it is; `model.to(device)` moves that. A calibration runs there, one transformer
-            block at a time: it and its inputs of one batch are there while it runs, and what is not quantized of it
-            comes back. A model without a plain list of blocks is there as a whole meanwhile.
-        calibration: for configs with `algorithm="gptq"`: batches, each what the model is called with: a tensor, a tuple
-            of positional or a dict of keyword arguments. The model runs where it is, or on `device`.
-        resume: a folder for what a calibration has finished, one file a transformer block. If the call is stopped, load
-            the model anew and make the same call: finished blocks are read, the others computed, and the bytes are
-            those of a call that was not stopped, on the same machine. It is yours to delete.
+        device: each selected weight and its layer's biases move there, are quantized there and stay there. The rest of
+            the model stays where it is; `model.to(device)` moves it. A calibration runs there, one transformer block at
+            a time. Each block and one batch of its inputs move to `device` while it runs; unquantized tensors move
+            back. A model without a plain list of blocks moves as a whole.
+        calibration: batches for configs with `algorithm="gptq"`. A batch is what the model is called with: a tensor, a
+            tuple of positional or a dict of keyword arguments. The model runs where it is, or on `device`.
+        resume: a folder for the finished part of a calibration, one file a transformer block. If the call is stopped,
+            load the model anew and make the same call: finished blocks are read, the others computed. On the same
+            machine the bytes are those of a call that was not stopped. You delete the folder.
 
     Raises:
-        ValueError: an unknown name in the config, a key without effect, a weight that is quantized already, empty or
-            not finite, a rotation that does not divide it, a backend that is unknown or cannot compute the config,
-            calibration that is missing or not used, a `resume` that no config uses, that is damaged or was made of
-            another model, config or calibration.
+        ValueError: an unknown name in the config, or a key without effect; a weight that is quantized already, empty
+            or not finite, or no multiple of its rotation; a backend that is unknown or cannot compute the config;
+            calibration that is missing or not used; a `resume` folder that no config uses, that is damaged, or that was
+            made of another model, config or calibration.
         TypeError: arguments of the wrong type, integer or complex weights.
         NotImplementedError: experts of unknown layout that were asked for, weights without values (meta) or of another
             tensor subclass.
@@ -73,27 +80,25 @@ def quantize_(
     if filter_fn is not None and not callable(filter_fn):
         raise TypeError(f"filter_fn must be a function (module, name) -> bool, or None; got {filter_fn!r}")
     device = _usable_device(device)
-    plan = select(model, resolve_mapping(config), filter_fn)
-    for target in plan.targets:
-        check_weight(target.name, target.parameter, target.config, device, target.k_axis, target.stack)
-        if target.sites[0].kind == "experts":
-            check_stack(target)
-    batches = check_calibration(calibration, plan.targets)
+    selection = select_weights(model, resolve_mapping(config), filter_fn)
+    for target in selection.targets:
+        check_target(target, device=device)
+    batches = check_calibration(calibration, selection.targets)
     if batches and device is not None:
         check_movable(model)
-    saved = None if resume is None else open_stages(resume, model, plan.targets, batches)
-    _warn_of_experts(plan.skips)
-    _warn_of_filter(plan)
-    _swap(plan.targets, device, model, batches, saved)
-    record_skips(plan)
+    saved = None if resume is None else open_stages(resume, model, selection.targets, batches)
+    _warn_of_experts(selection.skips)
+    _warn_of_filter(selection)
+    _quantize_all(selection.targets, device, model, batches, saved)
+    record_skips(selection)
 
 
 def dequantize_(model: nn.Module) -> None:
     """Turn every quantized parameter back into an ordinary one of the dtype it stands for, in place.
 
-    The values are those of the quantized weights; the original ones are gone. Parameters stay frozen, tied ones tied. A
-    model without quantized parameters is left as it is. One of transformers is no longer marked as quantized: it can be
-    cast, trained and saved as any other.
+    The values are those of the quantized weights; the original values are gone. Parameters stay frozen, tied ones tied.
+    A model without quantized parameters is left as it is. A model of transformers is no longer marked as quantized: it
+    can be cast, trained and saved as any other.
     """
     _check_model("dequantize_", model)
     ordinary: dict[nn.Parameter, nn.Parameter] = {}
@@ -104,18 +109,13 @@ def dequantize_(model: nn.Module) -> None:
             if parameter is None or not _is_quantized(parameter):
                 continue
             if parameter not in ordinary:
-                layout = experts_layout(module)
-                ordinary[parameter] = (
-                    dequantize_parameter(parameter)
-                    if layout is None
-                    else dequantize_experts(parameter, layout.stack_of(module))
-                )
+                ordinary[parameter] = dequantized_parameter(parameter, experts_layout(module))
             module.register_parameter(attribute, ordinary[parameter])
 
 
 def _forget_quantizer(module: nn.Module) -> None:
-    """Take away transformers' marks of a model that it loaded with our quantizer: under them it refuses to cast and to
-    train the model, and would write the config of what is no longer there.
+    """Remove transformers' marks of a quantized model: with them it refuses to cast and to train the model, and would
+    save a quantization config.
     """
     quantizer = module.__dict__.get("hf_quantizer")
     if quantizer is not None and quantizer.quantization_config.quant_method == "mxquant":
@@ -131,8 +131,8 @@ def summary(
 
     Args:
         original: the model before quantization, or its state dict; with it, each weight's SQNR is computed.
-        batches: what the model is called with; the original model is run on them, and the SQNR of each quantized
-            module's outputs on the inputs that its original has is computed.
+        batches: what the model is called with. The original model runs on them, each quantized module runs on the
+            inputs that its original is given, and the SQNR of its outputs is computed.
 
     Raises:
         ValueError: `original` lacks a weight, or has one of another shape; `batches` without an original model.
@@ -149,46 +149,22 @@ def summary(
     )
 
 
-def replace_weight(
-    target: Target, device: torch.device | None = None, quantizer: WeightQuantizer = round_to_nearest
-) -> None:
-    """Quantize one checked weight, wherever it is registered; with `device`, the biases beside it move there too.
-
-    Whatever can fail comes before the first change.
-    """
-    parameter, config = target.parameter, target.config
-    if target.sites[0].kind == "experts":
-        quantized = quantize_experts(
-            parameter, config, target.k_axis, stack=target.stack, device=device, quantizer=quantizer
-        )
-    else:
-        multiplies = any(site.kind != "embedding" for site in target.sites)
-        quantized = quantize_parameter(parameter, config, device, weight_only=not multiplies, quantizer=quantizer)
-    biases = [bias for site in target.sites for bias in site.biases]
-    moved = [] if device is None else [(bias, bias.data.to(device)) for bias in biases]
-    for site in target.sites:
-        site.module.register_parameter(site.attribute, quantized)
-        _forget_skip(site)
-    for bias, data in moved:
-        bias.data = data
-
-
 _LEAVE_OUT_QUANTIZED = (
     "filter_fn=lambda module, name: not any(isinstance(p, mxquant.MXTensor) for p in module.parameters(recurse=False))"
 )
 
 
-def _swap(
+def _quantize_all(
     targets: list[Target],
     device: torch.device | None,
     model: nn.Module,
     batches: list[Batch],
     saved: SavedStages | None,
 ) -> None:
-    """Replace the weights one by one, each target dropped as it is done: what is replaced is freed at once.
+    """Quantize the targets one by one. Each is dropped when it is done, so that its original is freed at once.
 
-    Those that are rounded to nearest come first where layers are calibrated one after the other, so that all see what
-    will be; else last, so that none does.
+    Sequential GPTQ calibrates on the quantized layers before: what is rounded to nearest is quantized first. Else it
+    calibrates on the original model: what is rounded to nearest is quantized last.
     """
     from tqdm.auto import tqdm
 
@@ -202,7 +178,7 @@ def _swap(
         def replace(target: Target, quantizer: WeightQuantizer) -> None:
             nonlocal name, done
             name = target.name
-            replace_weight(target, device, quantizer)
+            quantize_target(target, device, quantizer)
             done += 1
             progress.update()
 
@@ -234,19 +210,12 @@ def _log_stop(name: str, done: int, total: int, saved: SavedStages | None) -> No
     )
 
 
-def _forget_skip(site: Site) -> None:
-    reasons = site.module.__dict__.get(SKIP_REASON, {})
-    reasons.pop(site.attribute, None)
-    if not reasons:
-        site.module.__dict__.pop(SKIP_REASON, None)
-
-
-def record_skips(plan: Plan) -> None:
+def record_skips(selection: Selection) -> None:
     """Leave with each module why parameters of its own are not quantized, for `summary`."""
-    for skip in plan.skips:
+    for skip in selection.skips:
         if not _is_quantized(skip.parameter):
             for site in skip.sites:
-                site.module.__dict__.setdefault(SKIP_REASON, {})[site.attribute] = skip.reason
+                site.record_skip(skip.reason)
 
 
 def _warn_of_experts(skips: list[Skip]) -> None:
@@ -264,10 +233,10 @@ def _warn_of_experts(skips: list[Skip]) -> None:
         )
 
 
-def _warn_of_filter(plan: Plan) -> None:
-    """A filter that leaves nothing is hardly meant, unless all it leaves out is quantized already."""
-    filtered = [skip.name for skip in plan.skips if skip.reason == FILTERED and not _is_quantized(skip.parameter)]
-    if filtered and not plan.targets:
+def _warn_of_filter(selection: Selection) -> None:
+    """Warn where the filter leaves nothing, unless all that it skips is quantized already."""
+    filtered = [skip.name for skip in selection.skips if skip.reason == FILTERED and not _is_quantized(skip.parameter)]
+    if filtered and not selection.targets:
         _logger.warning(
             "nothing is quantized: filter_fn is false for all %d weights that the config selects, such as %s. It is "
             "given (module, name), with names such as %r",

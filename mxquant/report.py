@@ -13,10 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from mxquant.modules.sites import SKIP_REASON
 from mxquant.tensor import MXTensor
-
-SKIP_REASON = "_mxquant_skipped"
-"""The attribute of a module that says why `quantize_` left parameters of its own as they are: a few words by name."""
 
 _CHUNK_ELEMENTS = 1 << 20
 _NUMBERS = ("bits", "bytes", "rows", "SQNR dB", "output SQNR dB", "differing bytes")

@@ -7,7 +7,6 @@ import pickle
 import textwrap
 import weakref
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -17,7 +16,8 @@ from torch import Tensor, nn
 
 import mxquant
 from mxquant import EmulatedMXTensor, MXFP4Config, MXTensor, dequantize_, quantize_
-from mxquant.backends import unregister_backend
+from mxquant.backends import Layout, unregister_backend
+from mxquant.formats.spec import Format
 
 FORMATS = ["mxfp4", "mxfp6_e2m3", "mxfp6_e3m2", "mxfp8_e4m3", "mxfp8_e5m2", "nvfp4"]
 
@@ -154,18 +154,30 @@ def test_attributes_of_parameters_are_kept() -> None:
     assert model[0].weight.weight_loader == "loader"
 
 
-def test_replaced_weights_are_freed_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replaced_weights_are_freed_one_by_one() -> None:
     model = nn.Sequential(*[nn.Linear(32, 32) for _ in range(4)])
     originals = [weakref.ref(layer.weight) for layer in model]
     alive = []
-    replace = mxquant.api.replace_weight
 
-    def count_and_replace(target: Any, *arguments: Any) -> None:
-        alive.append(sum(original() is not None for original in originals))
-        replace(target, *arguments)
+    class Counting(Layout):
+        name = "counting"
 
-    monkeypatch.setattr(mxquant.api, "replace_weight", count_and_replace)
-    quantize_(model, "mxfp4")
+        def pack(self, qdata: Tensor, scale: Tensor, fmt: Format) -> tuple[Tensor, Tensor]:
+            alive.append(sum(original() is not None for original in originals))
+            return qdata, scale
+
+        def unpack(self, qdata: Tensor, scale: Tensor, fmt: Format, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+            return qdata, scale
+
+    class Packing(Picky):
+        name = "packing"
+        layout = Counting()
+
+    mxquant.register_backend(Packing)
+    try:
+        quantize_(model, mxquant.mxfp4(activation=None, backend="packing"))
+    finally:
+        unregister_backend("packing")
     assert alive == [4, 3, 2, 1]
     assert all(original() is None for original in originals)
 

@@ -42,7 +42,7 @@ ALLOWED = {
     "select": BELOW_MODULES | {"modules"},
     "validate": BELOW_ALGORITHMS,
     "algorithms": BELOW_ALGORITHMS,
-    "report": {"formats", "scheme", "tensor"},
+    "report": {"formats", "scheme", "tensor", "modules"},
     "explanation": BELOW_MODULES | {"report"},
     "tuning": BELOW_MODULES | {"report"},
     "checkpoints": {"formats", "scheme", "backends", "tensor"},

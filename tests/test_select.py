@@ -8,8 +8,8 @@ from expecttest import assert_expected_inline
 from torch import nn
 
 from mxquant.config import MXFP4Config, MXFP6Config, MXFP8Config, resolve_mapping
-from mxquant.modules.registry import unknown_experts
-from mxquant.select import FilterFn, select
+from mxquant.modules.layouts import unknown_experts
+from mxquant.select import FilterFn, select_weights
 
 A, B = MXFP4Config(), MXFP8Config()
 
@@ -60,11 +60,11 @@ def decoder() -> Decoder:
 
 
 def chosen(model: nn.Module, config: object, filter_fn: FilterFn | None = None) -> dict[str, Any]:
-    return {target.name: target.config for target in select(model, resolve_mapping(config), filter_fn).targets}
+    return {target.name: target.config for target in select_weights(model, resolve_mapping(config), filter_fn).targets}
 
 
 def skipped(model: nn.Module, config: object, filter_fn: FilterFn | None = None) -> dict[str, str]:
-    return {skip.name: skip.reason for skip in select(model, resolve_mapping(config), filter_fn).skips}
+    return {skip.name: skip.reason for skip in select_weights(model, resolve_mapping(config), filter_fn).skips}
 
 
 def listing(model: nn.Module, config: object) -> str:
@@ -96,8 +96,8 @@ lm_head.weight: output embedding""",  # noqa: E501
 
 def test_every_matrix_is_a_target_or_a_skip() -> None:
     model = decoder()
-    plan = select(model, resolve_mapping("mxfp4"))
-    listed = [item.name for item in (*plan.targets, *plan.skips)]
+    selection = select_weights(model, resolve_mapping("mxfp4"))
+    listed = [item.name for item in (*selection.targets, *selection.skips)]
     assert sorted(listed) == sorted(name for name, parameter in model.named_parameters() if parameter.ndim >= 2)
 
 
@@ -176,7 +176,7 @@ sparse.weight: an embedding with sparse=True, which is for training its weight""
     )
     for name in ("position", "patches", "bilinear", "normed", "doubling", "renormed", "sparse"):
         with pytest.raises(ValueError, match=f"key '{name}' selects nothing: it covers {name}.*name nn.Linear"):
-            select(model, {name: A})
+            select_weights(model, {name: A})
 
 
 @pytest.mark.parametrize(
@@ -257,7 +257,7 @@ def test_unknown_experts_are_skipped_but_not_when_asked_for() -> None:
         with pytest.raises(
             NotImplementedError, match=rf"layers.1.mlp.experts.gate_up_proj .*{key[1:]}.*\(4, 64, 32\): stacked exp"
         ):
-            select(decoder(), {"linear": A, key: A})
+            select_weights(decoder(), {"linear": A, key: A})
 
 
 def test_a_stack_of_matrices_is_experts_whatever_its_class() -> None:
@@ -287,7 +287,7 @@ def tied_decoder() -> Decoder:
 
 def test_tied_weights_are_one_target() -> None:
     assert skipped(tied_decoder(), "mxfp4")["embed.weight"] == "embedding"
-    (target,) = select(tied_decoder(), {"lm_head": A}).targets
+    (target,) = select_weights(tied_decoder(), {"lm_head": A}).targets
     assert [site.name for site in target.sites] == ["embed.weight", "lm_head.weight"]
     assert chosen(tied_decoder(), {"lm_head": "mxfp4", "embed": "mxfp4"}) == {"embed.weight": A}
     assert chosen(tied_decoder(), {"lm_head": "mxfp4", "*embed": "mxfp8"}) == {"embed.weight": A}
@@ -312,7 +312,7 @@ def test_what_is_impossible_for_one_tied_module_is_so_for_all() -> None:
 
 def test_a_module_in_two_places_is_one_target() -> None:
     shared = nn.Linear(32, 32)
-    (target,) = select(nn.ModuleDict({"a": shared, "b": shared}), {"b": A}).targets
+    (target,) = select_weights(nn.ModuleDict({"a": shared, "b": shared}), {"b": A}).targets
     assert [site.name for site in target.sites] == ["a.weight", "b.weight"]
 
 

@@ -47,15 +47,34 @@ def test_torchao_s_filter_decides() -> None:
 
 def test_modules_that_cannot_be_quantized_are_refused() -> None:
     model = nn.Sequential(nn.Conv1d(4, 4, 1))
-    with pytest.raises(ValueError, match=r"Conv1d cannot be quantized, only nn.Linear and .* can; .* filter_fn"):
+    with pytest.raises(ValueError, match=r"Conv1d\(.*\) cannot be quantized, only nn.Linear and .* can; .* filter_fn"):
         torchao.quantization.quantize_(model, MXFP4Config(), filter_fn=lambda module, name: name == "0")
+
+
+def test_what_quantize_cannot_quantize_is_refused_alike() -> None:
+    class Doubling(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return 2 * super().forward(x)
+
+    for module, why in ((Doubling(32, 32), "a forward of its own"), (nn.Embedding(8, 32, max_norm=1.0), "max_norm")):
+        with pytest.raises(ValueError, match=rf"cannot be quantized \(.*{why}.*; give torchao's quantize_ a filter_fn"):
+            torchao.quantization.quantize_(nn.Sequential(module), MXFP4Config(), filter_fn=lambda *_: _[1] == "0")
+
+
+def test_an_embedding_quantizes_no_activations() -> None:
+    model = nn.Sequential(nn.Embedding(8, 32))
+    reference = copy.deepcopy(model)
+    torchao.quantization.quantize_(model, MXFP4Config(), filter_fn=lambda module, name: name == "0")
+    mxquant.quantize_(reference, {"0": MXFP4Config()})
+    assert model[0].weight.metadata == reference[0].weight.metadata
+    assert model[0].weight.activation is None
 
 
 def test_bad_weights_are_refused() -> None:
     model = mlp()
     with torch.no_grad():
         model[0].weight[0, 0] = float("nan")
-    with pytest.raises(ValueError, match=r"weight of Linear\(.*\) \(64, 40\) holds NaN or Inf"):
+    with pytest.raises(ValueError, match=r"Linear\(.*\).weight \(64, 40\) holds NaN or Inf"):
         torchao.quantization.quantize_(model, MXFP4Config())
 
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from mxquant.algorithms.calls import Call, fresh, moved, version_of
-from mxquant.select import Target
+from mxquant.modules.quantize_target import Target
 
 _Slots = dict[str, Tensor | None]
 """A module's own parameters, or its buffers."""

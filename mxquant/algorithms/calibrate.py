@@ -18,10 +18,9 @@ from mxquant.algorithms.stages import Batch, Stage, block_stages, calibrating, m
 from mxquant.backends.base import Operand
 from mxquant.config import GPTQ, _MXConfig
 from mxquant.formats import get_format, nvfp4_per_tensor_scale
-from mxquant.modules.linear import WeightConfig, WeightQuantizer, round_to_nearest
+from mxquant.modules.quantize_target import Target, WeightQuantizer, round_to_nearest
 from mxquant.reference.hadamard import hadamard
 from mxquant.scheme import Scheme
-from mxquant.select import Target
 from mxquant.tensor import Metadata, MXTensor
 
 _logger = logging.getLogger("mxquant")
@@ -264,7 +263,7 @@ class _Replacing:
     def solved(self, target: Target, found: dict[int, MXTensor], tokens: dict[int, int]) -> WeightQuantizer:
         """The quantizer that knows the answers; what has none is rounded to nearest, and noted."""
 
-        def quantizer(weight: Tensor, config: WeightConfig, k_axis: int, index: int) -> MXTensor:
+        def quantizer(weight: Tensor, config: _MXConfig, k_axis: int, index: int) -> MXTensor:
             if index in found:
                 return found[index]
             matrix = f" matrix {index} of its stack" if target.sites[0].kind == "experts" else ""

@@ -22,9 +22,9 @@ from mxquant.algorithms.matrices import is_computable, is_routed_call, matrix_of
 from mxquant.config import _MXConfig
 from mxquant.formats import get_format
 from mxquant.modules.experts import ExpertsLayout
+from mxquant.modules.quantize_target import Target
 from mxquant.reference.fake_quantize import fake_quantize
 from mxquant.reference.hadamard import hadamard
-from mxquant.select import Target
 from mxquant.tensor import quantize
 
 

@@ -16,7 +16,8 @@ from mxquant.algorithms.calls import version_of
 from mxquant.algorithms.matrices import is_computable, is_routed_call, multiply, rows_of_experts
 from mxquant.algorithms.stages import Stop
 from mxquant.modules.experts import ExpertsLayout
-from mxquant.select import Site, Target
+from mxquant.modules.quantize_target import Target
+from mxquant.modules.sites import Site
 
 _Given = tuple[tuple[object, int], ...]
 """Objects and their versions."""

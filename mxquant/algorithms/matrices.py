@@ -12,17 +12,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mxquant.modules.experts import ExpertsLayout
-from mxquant.modules.experts_weight import stacked
+from mxquant.modules.quantize_target import Target
 from mxquant.ops import route
-from mxquant.select import Target
 
 
 def matrix_of(target: Target, index: int) -> Tensor:
     """One matrix of a target, [N, K]; the only one of a linear layer is 0."""
-    weight = target.parameter.detach()
-    if target.sites[0].kind == "experts":
-        weight = stacked(weight, target.stack)[index]
-    return weight.movedim(target.k_axis, -1)
+    matrices = target.matrices(target.parameter.detach())
+    return (matrices[index] if target.is_experts else matrices).movedim(target.k_axis, -1)
 
 
 def is_computable(layout: ExpertsLayout) -> bool:
@@ -76,4 +73,4 @@ def multiply(module: nn.Module, layout: ExpertsLayout, name: str, index: int, x_
 def _stack(module: nn.Module, layout: ExpertsLayout, name: str) -> Tensor:
     weight = module._parameters[name]
     assert weight is not None
-    return stacked(weight, layout.stack_of(module))
+    return layout.matrices(module, weight)

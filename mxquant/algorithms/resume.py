@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from mxquant.algorithms.digests import digest, digest_of_batches, digest_of_model
 from mxquant.algorithms.stages import Batch
-from mxquant.select import Target
+from mxquant.modules.quantize_target import Target
 from mxquant.tensor import MXTensor, flatten_state_dict, unflatten_state_dict
 from mxquant.tensor.state import METADATA_KEY
 

@@ -26,7 +26,7 @@ from mxquant.algorithms.fisher import Sums, observe
 from mxquant.algorithms.stages import Batch, calibrating, model_stage
 from mxquant.config import EVERY_KIND, MXFP4Config, MXFP6Config, MXFP8Config, _MXConfig, resolve_config
 from mxquant.formats import get_format
-from mxquant.select import select
+from mxquant.select import select_weights
 from mxquant.tensor import MXTensor
 
 _logger = logging.getLogger("mxquant")
@@ -124,7 +124,7 @@ def sensitivity(
     resolved = tuple(config for value in given if (config := resolve_config(value)) is not None)
     if not resolved:
         raise ValueError(f"configs={configs!r} has none; give configs such as 'mxfp4', 'mxfp6'")
-    targets = select(model, {EVERY_KIND: resolved[0]}).targets
+    targets = select_weights(model, {EVERY_KIND: resolved[0]}).targets
     if quantized := [target.name for target in targets if isinstance(target.parameter, MXTensor)]:
         raise ValueError(
             f"{len(quantized)} weights are quantized already, such as {quantized[0]}; estimate on the model as it was "

@@ -16,8 +16,8 @@ from mxquant.checkpoints.load import Content, read_content
 from mxquant.checkpoints.provenance import ORIGIN, Origin
 from mxquant.integrations.device_map import without_disk
 from mxquant.integrations.extra import needing_transformers
-from mxquant.modules.linear import replace_parameter
-from mxquant.report import SKIP_REASON
+from mxquant.modules.quantize_target import replace_parameter
+from mxquant.modules.sites import SKIP_REASON
 from mxquant.tensor import MXTensor, as_weight
 
 if TYPE_CHECKING:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers.core_model_loading import ConversionOps, WeightConverter, rename_source_key
+from transformers.integrations.accelerate import get_device
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
 from transformers.quantizers.base import HfQuantizer
 from transformers.quantizers.quantizers_utils import should_convert_module
@@ -25,14 +26,13 @@ from mxquant.checkpoints.native import described_in
 from mxquant.config import CONFIG_FIELDS, _MXConfig, resolve_mapping, suggestion
 from mxquant.formats import get_format
 from mxquant.integrations.device_map import REMEDY, whole_state
-from mxquant.modules.experts_weight import quantize_experts
-from mxquant.modules.linear import quantize_parameter
-from mxquant.select import Plan, Target, lineage, select
+from mxquant.modules.quantize_target import Target, check_target, quantized_parameter
+from mxquant.modules.sites import lineage
+from mxquant.select import Selection, select_weights
 from mxquant.tensor import Metadata, MXTensor, as_weight, flatten_state_dict
 from mxquant.tensor.checks import check_operand
 from mxquant.tensor.metadata import metadata_from_fields
 from mxquant.tensor.state import SAVED_PARTS
-from mxquant.validate import check_weight
 
 NAME = "mxquant"
 VERSION = 1
@@ -117,8 +117,10 @@ class MXQuantizer(HfQuantizer):
 
     def __init__(self, quantization_config: MXQuantConfig, **kwargs: Any) -> None:
         super().__init__(quantization_config, **kwargs)
-        self.plan = Plan([], [])
+        self.selection = Selection([], [])
         self.targets: dict[str, Target] = {}
+        self.refusal: Exception | None = None
+        """The first error of a weight that was loaded, which transformers would only log."""
         self.saved: dict[str, tuple[Metadata, tuple[int, ...]]] = {}
 
     def validate_environment(self, device_map: Any = None, **kwargs: Any) -> None:
@@ -135,7 +137,7 @@ class MXQuantizer(HfQuantizer):
             )
 
     def _process_model_before_weight_loading(
-        self, model: nn.Module, checkpoint_files: list[str] | None = None, **kwargs: Any
+        self, model: nn.Module, checkpoint_files: list[str] | None = None, device_map: Any = None, **kwargs: Any
     ) -> nn.Module:
         if self.pre_quantized:
             described, _ = described_in(headers_of(checkpoint_files or []))
@@ -146,8 +148,8 @@ class MXQuantizer(HfQuantizer):
                 self.saved[_name_in(model, name)] = (metadata, shape)
             return model
         _tie(model)
-        self.plan = plan_of(model, self.quantization_config)
-        self.targets = {site.name: target for target in self.plan.targets for site in target.sites}
+        self.selection = select_for_loading(model, self.quantization_config, device_map)
+        self.targets = {site.name: target for target in self.selection.targets for site in target.sites}
         return model
 
     def param_needs_quantization(self, model: nn.Module, param_name: str, **kwargs: Any) -> bool:
@@ -169,8 +171,10 @@ class MXQuantizer(HfQuantizer):
         return [*self.get_weight_conversions(), *weight_conversions]
 
     def _process_model_after_weight_loading(self, model: nn.Module, **kwargs: Any) -> nn.Module:
-        record_skips(self.plan)
-        self.plan, self.targets = Plan([], []), {}
+        if self.refusal is not None:
+            raise self.refusal
+        record_skips(self.selection)
+        self.selection, self.targets = Selection([], []), {}
         # Quantized stacks are saved as they are: what merged the checkpoint's experts is not undone.
         vars(model)["_weight_conversions"] = []
         return model
@@ -213,31 +217,38 @@ def _tie(model: nn.Module) -> None:
         model.get_submodule(path)._parameters[attribute] = model.get_parameter(source)
 
 
-def plan_of(model: nn.Module, config: MXQuantConfig) -> Plan:
-    """Which parameters of a model, which may be on the meta device, are quantized.
+def select_for_loading(model: nn.Module, config: MXQuantConfig, device_map: Any = None) -> Selection:
+    """Which parameters of a model on the meta device are quantized. All is checked but the values, which are not there.
+
+    Args:
+        device_map: where transformers loads the modules to; None: to the CPU. With a name such as "auto" the places are
+            not known yet, and named backends are checked when the weights are there.
 
     Raises:
-        ValueError: as `mxquant.quantize_`; the config asks for GPTQ, for which there is no data yet; an entry of
-            `modules_to_not_convert` matches nothing, or nothing is left to quantize.
+        ValueError, TypeError: as `mxquant.quantize_`; the config asks for GPTQ, for which there is no data yet; an
+            entry of `modules_to_not_convert` matches nothing, or nothing is left to quantize.
     """
     skipped = _skipped_modules(model, config.modules_to_not_convert)
-    plan = select(model, config.mapping(), lambda module, name: name not in skipped)
-    if not plan.targets:
+    selection = select_weights(model, config.mapping(), lambda module, name: name not in skipped)
+    if not selection.targets:
         raise ValueError(
             f"the config selects no weight of {type(model).__name__} (modules_to_not_convert is "
             f"{config.modules_to_not_convert!r}); name its linears or experts, or leave the quantization out"
         )
-    for target in plan.targets:
+    for target in selection.targets:
         if target.config.gptq is not None:
             raise ValueError(
                 f'{target.name}: algorithm="gptq" needs data to calibrate on, which there is none of while weights are '
                 'loaded; load the model and call mxquant.quantize_(model, config, calibration=batches), or use "rtn"'
             )
-    return plan
+        is_placed = device_map is None or isinstance(device_map, Mapping)
+        device = torch.device(get_device(device_map, target.name, valid_torch_device=True)) if is_placed else None
+        check_target(target, device=device, has_values=False)
+    return selection
 
 
 def _skipped_modules(model: nn.Module, patterns: list[str]) -> set[str]:
-    """The modules that are meant by `modules_to_not_convert`, and those in them."""
+    """The modules that `modules_to_not_convert` matches, and those in them."""
     names = [name for name, _ in model.named_modules(remove_duplicate=False) if name]
     meant: set[str] = set()
     for pattern in patterns:
@@ -262,24 +273,26 @@ class _Quantize(ConversionOps):
         return {name: self._quantized(name, value) for name, value in input_dict.items()}
 
     def _quantized(self, name: str, value: Any) -> Tensor:
-        weight = value[0] if isinstance(value, list) else value
+        weight: Tensor = value[0] if isinstance(value, list) else value
         target = self.hf_quantizer.targets.get(name)
-        return weight if target is None else quantized_target(name, weight, target)
+        if target is None:
+            return weight
+        try:
+            return quantize_loaded(target, weight)
+        except Exception as error:
+            # NOTE: transformers would log a traceback and raise an error of its own. This one is raised after loading.
+            self.hf_quantizer.refusal = self.hf_quantizer.refusal or error
+            return weight
 
 
-def quantized_target(name: str, weight: Tensor, target: Target) -> nn.Parameter:
+def quantize_loaded(target: Target, weight: Tensor) -> nn.Parameter:
     """The quantized parameter that a loaded weight becomes.
 
     Raises:
-        ValueError, TypeError, NotImplementedError: as `mxquant.quantize_`, naming the weight.
+        ValueError, TypeError, NotImplementedError: as `mxquant.quantize_`.
     """
-    parameter = nn.Parameter(weight, requires_grad=False)
-    config = target.config
-    check_weight(name, parameter, config, None, target.k_axis)
-    if target.sites[0].kind == "experts":
-        return quantize_experts(parameter, config, target.k_axis, stack=target.stack)
-    multiplies = any(site.kind != "embedding" for site in target.sites)
-    return quantize_parameter(parameter, config, weight_only=not multiplies)
+    check_target(target, weight)
+    return quantized_parameter(target, weight)
 
 
 def _name_in(model: Any, saved: str) -> str:

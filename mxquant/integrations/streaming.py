@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from mxquant.checkpoints.compressed_tensors import with_divisor
@@ -22,11 +21,9 @@ from mxquant.checkpoints.load import Content, read_content
 from mxquant.checkpoints.producer import Producer, module_of
 from mxquant.checkpoints.registry import get_producer
 from mxquant.checkpoints.write import MAX_SHARD_BYTES, ShardWriter, described, replacing
-from mxquant.config import _MXConfig
-from mxquant.formats import get_format
 from mxquant.integrations.extra import needing_transformers
 from mxquant.integrations.parameters import read_parameter
-from mxquant.select import Target
+from mxquant.modules.quantize_target import Target, stand_in_for
 from mxquant.tensor import MXTensor
 
 
@@ -73,7 +70,7 @@ def quantize_checkpoint(
     """
     with needing_transformers():
         from mxquant.integrations import conversion
-        from mxquant.integrations.quantizer import MXQuantConfig, plan_of
+        from mxquant.integrations.quantizer import MXQuantConfig, select_for_loading
 
     target = get_producer(producer)
     content = read_content(source)
@@ -89,8 +86,8 @@ def quantize_checkpoint(
     sources = conversion.sources_of(model, content.names)
     conversion.check_shapes(model, content, sources)
     options = MXQuantConfig(config)
-    plan = plan_of(model, options)
-    targets = {site.name: wanted for wanted in plan.targets for site in wanted.sites}
+    selection = select_for_loading(model, options)
+    targets = {site.name: wanted for wanted in selection.targets for site in wanted.sites}
     task = _Task(content, model, sources, targets, target)
     task.check()
     limit = max_shard_bytes or max(1, min(MAX_SHARD_BYTES, _largest_file(content) // 2))
@@ -99,7 +96,7 @@ def quantize_checkpoint(
         for name in progress(list(sources)):
             task.write(name, writer)
         _finish(task, writer, folder, options.to_dict())
-    skipped = {skip.name: skip.reason for skip in plan.skips if skip.parameter.dim() >= 2}
+    skipped = {skip.name: skip.reason for skip in selection.skips if skip.parameter.dim() >= 2}
     return Quantized(len(task.done), skipped, content.checkpoint.nbytes, writer.nbytes)
 
 
@@ -130,7 +127,7 @@ class _Task:
 
     def write(self, name: str, writer: ShardWriter) -> None:
         """Read, merge, quantize and write one parameter."""
-        from mxquant.integrations.quantizer import quantized_target
+        from mxquant.integrations.quantizer import quantize_loaded
 
         value = read_parameter(name, self.sources[name], self.content, self.model)
         if name not in self.targets:
@@ -139,7 +136,7 @@ class _Task:
                     self.ordinary.append(module_of(file_name))
                 writer.add({file_name: tensor.clone()})
             return
-        weight = quantized_target(name, value.to(self.content.dtype), self.targets[name]).detach()
+        weight = quantize_loaded(self.targets[name], value.to(self.content.dtype)).detach()
         assert isinstance(weight, MXTensor)
         stand_ins = self._named(name, self._stand_in(name))
         for file_name, part in self._named(name, weight.canonical()).items():
@@ -170,35 +167,7 @@ class _Task:
         return {source.names[0]: value} if source.converter is None else conversion.by_family(self.model, {name: value})
 
     def _stand_in(self, name: str) -> MXTensor:
-        """The quantized weight to be, in shape and rule, of a single byte."""
-        wanted = self.targets[name]
-        return stand_in(
-            tuple(wanted.parameter.shape), wanted.config, self.content.dtype, wanted.k_axis, stack=wanted.stack
-        )
-
-
-def stand_in(
-    shape: tuple[int, ...], config: _MXConfig, dtype: torch.dtype, axis: int = -1, *, stack: int | None = None
-) -> MXTensor:
-    """A weight of zeros quantized by `config`, whose bytes are all the same one."""
-    fmt = get_format(config.format)
-    if stack is not None and len(shape) == 2:
-        shape = (stack, shape[0] // stack, shape[1])
-    physical = list(shape)
-    physical.append(physical.pop(axis))
-    *lead, length = physical
-    byte = torch.zeros(1, dtype=torch.uint8)
-    tensor = MXTensor.from_qdata(
-        byte.expand(*lead, fmt.packed_size(length)),
-        byte.expand(*lead, fmt.num_blocks(length)),
-        fmt.name,
-        shape,
-        dtype,
-        axis,
-        torch.ones((), dtype=torch.float32) if fmt.per_tensor else None,
-    )
-    rotated = tensor.rewrap(tensor.operand, tensor.metadata.with_scheme(rotation=config.rotation))
-    return rotated.with_activation(config.activation_format, config.activation_scale_mode)
+        return stand_in_for(self.targets[name], self.content.dtype)
 
 
 def _largest_file(content: Content) -> int:

@@ -1,11 +1,11 @@
-"""How expert blocks stack their weights: which axis a matmul contracts, where biases and gates are.
+"""How expert blocks stack their weights: which axis a matmul contracts, and which biases and gate belong to them.
 
-A 3-D parameter does not say which of its axes is K, and sizes do not tell: a layout does. `mxquant.modules.registry`
-finds that of a module.
+A 3-D parameter and its sizes do not tell which axis is K; a layout does. `mxquant.modules.layouts` finds a module's.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from mxquant.modules.gates import transformers_activation, transformers_gate
 
-GATE_ORDERS = ("halves", "interleaved", "separate")
 _ROUTER_WEIGHTS = ("output", "input")
 
 
@@ -25,7 +24,6 @@ class ExpertsLayout:
     biases: Mapping[str, str] = field(default_factory=dict)
     up: tuple[str, ...] = ()
     down: str | None = None
-    gate_order: str | None = None
     gate: Callable[..., Tensor] | None = None
     post_norm: str | None = None
     router_weight: str = "output"
@@ -43,49 +41,66 @@ class ExpertsLayout:
         for what, names in (("biases", self.biases), ("up", self.up), ("down", (self.down,) if self.down else ())):
             if unknown := set(names) - set(self.k_axis):
                 raise ValueError(f"{what} names {sorted(unknown)}, which k_axis lacks; it has {', '.join(self.k_axis)}")
-        if self.gate_order is not None and self.gate_order not in GATE_ORDERS:
-            accepted = ", ".join(map(repr, GATE_ORDERS))
-            raise ValueError(f"gate_order={self.gate_order!r} is unknown; use one of {accepted}, or None without gates")
         if self.router_weight not in _ROUTER_WEIGHTS:
             raise ValueError(f"router_weight={self.router_weight!r} is unknown; use 'output' or 'input'")
 
     def fits(self, module: nn.Module) -> bool:
-        """Whether the module has every weight that is named here, and a place for every bias, which may be None."""
-        return all(module._parameters.get(name) is not None for name in self.k_axis) and all(
-            name in module._parameters for name in self.biases.values()
+        """Whether the module has every weight, and a place for every bias, which may be None."""
+        parameters = module._parameters
+        return all(parameters.get(name) is not None for name in self.k_axis) and all(
+            name in parameters for name in self.biases.values()
         )
 
-    def stack_of(self, module: nn.Module) -> int | None:
-        """The number of experts, where 2-D parameters hold their matrices one below the other; else None."""
-        if self.num_experts is None:
-            return None
-        count = getattr(module, self.num_experts, None)
+    def matrices(self, module: nn.Module, weight: Tensor) -> Tensor:
+        """A weight of the module as a stack of matrices, one an expert: [E, N, K] or [E, K, N].
+
+        Raises:
+            ValueError: its rows cannot be cut into E matrices, or it is not 3-D.
+        """
+        count = None if self.num_experts is None else self._count(module, self.num_experts)
+        if count is not None and weight.dim() == 2 and weight.shape[0] % count == 0:
+            return weight.unflatten(0, (count, -1))
+        if weight.dim() != 3:
+            stack = "stack of" if count is None else f"stack of {count}"
+            raise ValueError(f"shape {tuple(weight.shape)} is no {stack} matrices")
+        return weight
+
+    def _count(self, module: nn.Module, attribute: str) -> int:
+        count = getattr(module, attribute, None)
         if not isinstance(count, int) or count < 1:
             raise ValueError(
-                f"num_experts={self.num_experts!r} of the layout of {type(module).__name__} names an attribute that is "
+                f"num_experts={attribute!r} of the layout of {type(module).__name__} names an attribute that is "
                 f"{count!r}; it must be the number of experts, a positive int"
             )
         return count
 
 
 def decorated_layout(module: nn.Module) -> ExpertsLayout | None:
-    """From the attributes that transformers' `use_experts_implementation` leaves on every instance of a class that it
-    decorates. Which there are depends on its version.
+    """The layout that transformers' `use_experts_implementation` describes by attributes of each instance.
+
+    NOTE: older releases set fewer attributes. The defaults are what a block without the attribute is.
     """
     is_transposed, has_bias = getattr(module, "is_transposed", None), getattr(module, "has_bias", None)
     if not isinstance(is_transposed, bool) or not isinstance(has_bias, bool):
         return None
     has_gate = bool(getattr(module, "has_gate", True))
+    has_post_norm = bool(getattr(module, "has_post_expert_norm", False))
+    layout = _DECORATED[is_transposed, has_bias, has_gate, has_post_norm]
+    return layout if layout.fits(module) else None
+
+
+def _decorated_layout(is_transposed: bool, has_bias: bool, has_gate: bool, has_post_norm: bool) -> ExpertsLayout:
     up = "gate_up_proj" if has_gate else "up_proj"
     axis = -2 if is_transposed else -1
-    order = "halves" if getattr(module, "is_concatenated", True) else "interleaved"
-    layout = ExpertsLayout(
+    return ExpertsLayout(
         k_axis={up: axis, "down_proj": axis},
         biases={up: f"{up}_bias", "down_proj": "down_proj_bias"} if has_bias else {},
         up=(up,),
         down="down_proj",
-        gate_order=order if has_gate else None,
         gate=transformers_gate if has_gate else transformers_activation,
-        post_norm="post_expert_norm" if getattr(module, "has_post_expert_norm", False) else None,
+        post_norm="post_expert_norm" if has_post_norm else None,
     )
-    return layout if layout.fits(module) else None
+
+
+_DECORATED = {flags: _decorated_layout(*flags) for flags in itertools.product((False, True), repeat=4)}
+"""All there are, made once: a layout is asked for in every forward."""

@@ -1,4 +1,4 @@
-"""Gate functions of expert blocks, and which of them kernels know."""
+"""Gate functions of expert blocks, and which of them kernels compute."""
 
 from __future__ import annotations
 
@@ -10,6 +10,9 @@ from torch import Tensor, nn
 
 from mxquant.reference.gated_activation import GatedActivation
 
+GATE_ORDERS = ("halves", "interleaved", "separate")
+"""All gates before all ups in one weight; gate, up, gate, up, ...; two weights."""
+
 
 def transformers_gate(module: Any, gate_up: Tensor) -> Tensor:
     """The gate of a block that transformers decorates."""
@@ -17,12 +20,19 @@ def transformers_gate(module: Any, gate_up: Tensor) -> Tensor:
 
 
 def transformers_activation(module: Any, up: Tensor) -> Tensor:
-    """What stands for the gate in a decorated block without gates."""
+    """The activation of a decorated block without gates."""
     return module.act_fn(up)
 
 
 def default_gate(gate_order: str | None) -> Callable[..., Tensor]:
-    """silu(gate) * up, or silu(up) without gates: `(module, *outputs of up) -> input of down`."""
+    """silu(gate) * up, or silu(up) without gates: `(module, *outputs of up) -> input of down`.
+
+    Raises:
+        ValueError: an unknown order.
+    """
+    if gate_order is not None and gate_order not in GATE_ORDERS:
+        accepted = ", ".join(map(repr, GATE_ORDERS))
+        raise ValueError(f"gate_order={gate_order!r} is unknown; use one of {accepted}, or None without gates")
     if gate_order is None:
         return lambda module, up: F.silu(up)
     if gate_order == "separate":
@@ -31,8 +41,9 @@ def default_gate(gate_order: str | None) -> Callable[..., Tensor]:
 
 
 def known_gate(gate: Callable[..., Tensor], module: Any) -> GatedActivation | None:
-    """The gate as data, where kernels know it, else None. Of a block of transformers, told by the function that its
-    class has for it, unless the block has one of its own.
+    """The gate as data if kernels compute it, else None.
+
+    A block of transformers is known by its class's gate function, unless the instance has a gate of its own.
     """
     if isinstance(gate, GatedActivation):
         return gate
@@ -47,7 +58,7 @@ def known_gate(gate: Callable[..., Tensor], module: Any) -> GatedActivation | No
 
 
 def _is_silu(activation: Any) -> bool:
-    """Whether it is that and no more. Newer versions of transformers have a class of their own for it."""
+    """Whether a module computes silu and nothing else. Newer releases of transformers have a class of their own."""
     cls = type(activation)
     if not isinstance(activation, nn.Module) or "forward" in vars(activation):
         return False

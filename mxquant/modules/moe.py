@@ -15,9 +15,8 @@ from torch import Tensor, nn
 
 from mxquant.backends import Groups
 from mxquant.modules.experts import ExpertsLayout
-from mxquant.modules.experts_weight import stacked
 from mxquant.modules.gates import known_gate
-from mxquant.modules.registry import experts_layout
+from mxquant.modules.layouts import experts_layout
 from mxquant.ops import combine, gated_activation, route
 from mxquant.reference.gated_activation import GatedActivation
 from mxquant.reference.routing import Routing
@@ -100,7 +99,7 @@ def _computable(experts: nn.Module) -> ExpertsLayout:
 
 
 def _stack(experts: nn.Module, name: str, layout: ExpertsLayout) -> Tensor:
-    return stacked(experts._parameters[name], layout.stack_of(experts))  # type: ignore[arg-type]
+    return layout.matrices(experts, experts._parameters[name])  # type: ignore[arg-type]
 
 
 def _multiply(

@@ -17,7 +17,8 @@ from experts_classes import EXPERTS, build, decorated_classes, width_of
 from moe_reference import assert_block, block64, routing, run
 
 import mxquant.integrations.transformers  # noqa: F401, registers the implementation
-from mxquant import MXTensor, dequantize_, quantize_, summary
+from mxquant import MXTensor, dequantize_, quantize_, register_experts_layout, summary
+from mxquant.modules.layouts import experts_layout
 
 CLASSES = decorated_classes()
 SKIPPED: dict[str, str] = {}
@@ -70,3 +71,42 @@ def test_both_matmuls_quantize_their_activations(module: str, name: str) -> None
     for implementation in IMPLEMENTATIONS:
         assert_block(run(experts, implementation, x, ids, weights.double()), expected, 1e-5)
     assert not torch.allclose(block64(experts, x, ids, weights, "mxfp4", quantizes_twice=False), expected, rtol=1e-2)
+
+
+def test_the_layout_follows_a_changed_instance() -> None:
+    experts = build("transformers.models.gpt_oss.modeling_gpt_oss", "GptOssExperts")
+    before = experts_layout(experts)
+    assert before is not None
+    assert before.k_axis == {"gate_up_proj": -2, "down_proj": -2}
+    assert before.biases == {"gate_up_proj": "gate_up_proj_bias", "down_proj": "down_proj_bias"}
+    experts.has_bias = False
+    without = experts_layout(experts)
+    assert without is not None
+    assert without.biases == {}
+    experts.is_transposed = False
+    turned = experts_layout(experts)
+    assert turned is not None
+    assert turned.k_axis == {"gate_up_proj": -1, "down_proj": -1}
+    experts.has_gate = False  # its weight would be called up_proj
+    assert experts_layout(experts) is None
+    experts.has_gate, experts.is_transposed, experts.has_bias = True, True, True
+    assert experts_layout(experts) == before
+    del experts.down_proj
+    assert experts_layout(experts) is None
+
+
+def test_a_layout_that_is_registered_later_counts() -> None:
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.randn(2, 32, 32))
+
+    class Derived(Block):
+        pass
+
+    block = Derived()
+    assert experts_layout(block) is None
+    register_experts_layout(Block, {"w": -1})
+    assert experts_layout(block).k_axis == {"w": -1}  # type: ignore[union-attr]
+    register_experts_layout(Derived, {"w": -2})
+    assert experts_layout(block).k_axis == {"w": -2}  # type: ignore[union-attr]

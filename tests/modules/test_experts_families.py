@@ -17,7 +17,7 @@ from moe_reference import assert_block, routing
 
 from mxquant import MXTensor, dequantize_, experts_forward, quantize_, register_experts_layout, summary
 from mxquant.modules.families import FAMILIES
-from mxquant.modules.registry import experts_layout
+from mxquant.modules.layouts import experts_layout
 
 TOKENS = 6
 
