@@ -1,13 +1,15 @@
 """The forward of an expert block, in two grouped matmuls: route, multiply, gate, multiply, weigh, sum.
 
-Legend: T tokens, k experts a token, S = T k sorted places, E experts, H width of a token, F width inside an expert.
+Legend: T tokens, k experts a token, S = T k token-expert pairs sorted by expert, E experts, H width of a token.
 
-Nothing here waits for the device: tokens are sorted by expert with tensor operators, and a backend gets the offsets as
-a tensor. Ids outside 0..E-1 belong to experts elsewhere (expert parallelism) and are left out. The order of every sum
-is fixed: a token's experts are added in the order of its ids.
+Nothing here waits for the device: pairs are sorted by tensor operators, and a backend gets the offsets as a tensor. Ids
+outside 0..E-1 belong to experts on other ranks (expert parallelism) and are left out. The order of every sum is fixed:
+a token's experts are added in the order of its ids.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -24,58 +26,50 @@ from mxquant.tensor import MXTensor, grouped_product
 
 
 def experts_forward(experts: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """What a block of experts makes of its tokens, from the weights that `experts` holds, quantized or not.
+    """The forward of a block of experts, with the weights that `experts` holds, quantized or not.
 
-    Quantized activations are quantized once a token for the first matmul and once a token and expert for the second.
-    Differentiable in the hidden states, the router's weights and the biases; not in quantized weights.
+    Activations are quantized once a token for the first matmul, and once a token and expert for the second. The result
+    is differentiable in the hidden states, the router's weights and the biases, not in quantized weights.
 
     Args:
         experts: a module whose layout is known and names `up` and `down`: see `register_experts_layout`.
         hidden_states: [T, H], floating.
         top_k_index: [T, k] integers; ids outside 0..E-1 are left out of the sum.
-        top_k_weights: [T, k], the router's weight of each.
+        top_k_weights: [T, k], the router's weights.
 
     Returns:
         [T, H] in the dtype of `hidden_states`; sums over experts are in fp32 (fp64 for fp64).
 
     Raises:
-        ValueError: the layout is unknown, or does not say how to compute the block; shapes that do not fit.
-        TypeError: ids that are no integers.
+        ValueError: the layout is unknown, or does not say how to compute the block; the shapes do not fit.
+        TypeError: the ids are no integers.
     """
-    layout = _computable(experts)
+    layout = _computable_layout(experts)
     _check_routed(hidden_states, top_k_index, top_k_weights)
-    assert layout.down is not None
-    assert layout.gate is not None
-    # NOTE: otherwise reading each attribute of a quantized weight goes through its __torch_function__.
-    with torch._C.DisableTorchFunctionSubclass():
-        up = [_stack(experts, name, layout) for name in layout.up]
-        down = _stack(experts, layout.down, layout)
-        num_experts = down.shape[0]
-    routing = route(top_k_index, num_experts)
+    up, down, count = _weights(experts, layout)
+    routing = route(top_k_index, count)
     weighs_input = layout.router_weight == "input"
     if weighs_input:
         weight_S = torch.where(routing.is_local_TK, top_k_weights, 0).flatten()[routing.order_S].unsqueeze(-1)
         x_SH, rows = hidden_states[routing.token_S] * weight_S.to(hidden_states.dtype), None
     else:
         x_SH, rows = hidden_states, routing.token_S
-    outputs = [
-        _multiply(x_SH, w, layout.k_axis[name], experts, layout.biases.get(name), routing, rows)
-        for name, w in zip(layout.up, up, strict=True)
-    ]
+    outputs = [_multiply(x_SH, weight, routing, rows) for weight in up]
+    assert layout.gate is not None
     gate = known_gate(layout.gate, experts) if len(outputs) == 1 else None
     h_S = outputs[0] if gate is not None else layout.gate(experts, *outputs)
-    bias_name = layout.biases.get(layout.down)
-    y_SH = _multiply(h_S, down, layout.k_axis[layout.down], experts, bias_name, routing, None, gate)
+    y_SH = _multiply(h_S, down, routing, gate=gate)
     if layout.post_norm is not None:
         y_SH = getattr(experts, layout.post_norm)(y_SH)
     return combine(y_SH, routing, None if weighs_input else top_k_weights, hidden_states.dtype)
 
 
 def _check_routed(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> None:
-    """Kernels index by these shapes, so that none may be wrong.
+    """Check shapes and dtypes, by which kernels index.
 
     Raises:
-        ValueError, TypeError: shapes that do not belong together, or ids that are no integers.
+        ValueError: the shapes do not fit.
+        TypeError: the ids are no integers.
     """
     shapes = [tuple(tensor.shape) for tensor in (hidden_states, top_k_index, top_k_weights)]
     if hidden_states.dim() != 2 or top_k_index.dim() != 2 or shapes[1] != shapes[2] or shapes[0][0] != shapes[1][0]:
@@ -87,7 +81,7 @@ def _check_routed(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Ten
         raise TypeError(f"top_k_index is a tensor of integers; got {top_k_index.dtype}. Pass the indices of topk")
 
 
-def _computable(experts: nn.Module) -> ExpertsLayout:
+def _computable_layout(experts: nn.Module) -> ExpertsLayout:
     layout = experts_layout(experts)
     if layout is None or not layout.up or layout.down is None or layout.gate is None:
         raise ValueError(
@@ -98,38 +92,53 @@ def _computable(experts: nn.Module) -> ExpertsLayout:
     return layout
 
 
-def _stack(experts: nn.Module, name: str, layout: ExpertsLayout) -> Tensor:
-    return layout.matrices(experts, experts._parameters[name])  # type: ignore[arg-type]
+class _Weight(NamedTuple):
+    stack: Tensor
+    """[E, N, K] or [E, K, N]."""
+    k_axis: int
+    bias_EN: Tensor | None
+
+
+def _weights(experts: nn.Module, layout: ExpertsLayout) -> tuple[list[_Weight], _Weight, int]:
+    """The weights of the first matmul, that of the second, and the number of experts."""
+    assert layout.down is not None
+    parameters = experts._parameters
+    # NOTE: while its dispatch is on, each size that is read of a quantized weight takes a microsecond.
+    with torch._C.DisableTorchFunctionSubclass():
+        *up, down = (
+            _Weight(
+                layout.matrices(experts, parameters[name]),  # type: ignore[arg-type]
+                layout.k_axis[name],
+                parameters[layout.biases[name]] if name in layout.biases else None,
+            )
+            for name in (*layout.up, layout.down)
+        )
+        return up, down, down.stack.shape[0]
 
 
 def _multiply(
-    x: Tensor,
-    w: Tensor,
-    k_axis: int,
-    experts: nn.Module,
-    bias_name: str | None,
-    routing: Routing,
-    rows: Tensor | None,
-    gate: GatedActivation | None = None,
+    x: Tensor, weight: _Weight, routing: Routing, rows: Tensor | None = None, gate: GatedActivation | None = None
 ) -> Tensor:
     """The grouped matmul of [S, K], or of the rows `rows` of [T, K], and its bias: [S, N], zero beyond the last expert.
-    With a gate, of what it makes of twice as many columns.
 
-    The differentiable way gathers rows first; it has the same values, but that it rounds products before adding a bias.
+    With a gate, `x` is [S, 2 K], gates and ups, and goes through it first.
+
+    NOTE: where a gradient is wanted, rows are gathered first and products are rounded before a bias is added. All else
+    is equal.
     """
-    bias_EN = None if bias_name is None else experts._parameters[bias_name]
-    wants_gradient = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, w, bias_EN))
-    if isinstance(w, MXTensor) and not wants_gradient:
-        return grouped_product(x, w, k_axis, Groups(routing.offsets_E, rows), bias_EN, gate)
+    stack, k_axis, bias_EN = weight
+    wants_gradient = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, stack, bias_EN))
+    if isinstance(stack, MXTensor) and not wants_gradient:
+        return grouped_product(x, stack, k_axis, Groups(routing.offsets_E, rows), bias_EN, gate)
     x = x if gate is None else gated_activation(x, gate)
     x = x if rows is None else x[rows]
-    w_EKN = w if k_axis == -2 else w.transpose(-2, -1)
+    w_EKN = stack if k_axis == -2 else stack.transpose(-2, -1)
     # A dense weight is multiplied in its own dtype, as transformers does; a quantized one in its input's.
-    y = F.grouped_mm(x if isinstance(w, MXTensor) else x.to(w.dtype), w_EKN, offs=routing.offsets_E).to(x.dtype)
+    y = F.grouped_mm(x if isinstance(stack, MXTensor) else x.to(stack.dtype), w_EKN, offs=routing.offsets_E).to(x.dtype)
     expert_S = routing.expert_S
-    is_ours = (expert_S < w.shape[0]).unsqueeze(-1)
-    y = torch.where(is_ours, y, 0)  # a dense grouped matmul leaves the other rows as it found them
+    is_local_S = (expert_S < stack.shape[0]).unsqueeze(-1)
+    y = torch.where(is_local_S, y, 0)  # a dense grouped matmul leaves other rows uninitialized
     if bias_EN is None:
         return y
-    padded = F.pad(bias_EN, (0, 0, 0, 1))  # E, the expert of places that belong to none, has a bias of zero
+    padded = F.pad(bias_EN, (0, 0, 0, 1))  # a zero bias for pairs of no expert here, whose expert is E
     return y + padded[expert_S].to(y.dtype)
