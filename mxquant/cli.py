@@ -1,7 +1,7 @@
 """The command line: `python -m mxquant {quantize, inspect, report, explain}`.
 
-Exit codes: 0 done, 1 refused, damaged, or compared in part only (the reason on stderr), 2 wrong usage, 130 interrupted.
-With `--json` stdout is one JSON object and nothing else.
+Exit codes: 0 done; 1 refused, damaged, or compared in part only, with the reason on stderr; 2 wrong usage; 130
+interrupted. With `--json`, stdout is one JSON object and nothing else.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from mxquant.config import resolve_mapping
 from mxquant.explanation import explain
 from mxquant.formats import ACTIVATION_FORMATS, WEIGHT_FORMATS, get_format
 from mxquant.report import text_table
+from mxquant.scheme import Scheme
 
 _ERRORS = (ValueError, TypeError, NotImplementedError, OSError, ImportError, RuntimeError)
 _FORMATS = (*WEIGHT_FORMATS, "mxfp6", "mxfp8")
@@ -38,21 +39,24 @@ class _Answer:
     """What a command prints."""
 
     result: Any
-    """With `--json`."""
+    """Printed as JSON with `--json`."""
     text: str
-    """Without."""
+    """Printed without `--json`."""
     complaint: str | None = None
-    """On stderr, where what was asked could be done only in part."""
+    """Printed on stderr if the command was done only in part."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command.
 
     Args:
-        arguments: without the program's name; None: `sys.argv`.
+        arguments: the command line without the program's name; None: that of `sys.argv`.
 
     Returns:
-        the exit code; wrong usage exits by itself, with 2.
+        the exit code.
+
+    Raises:
+        SystemExit: wrong usage, with code 2.
     """
     options = _parser().parse_args(arguments)
     logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING, stream=sys.stderr)
@@ -67,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         print(json.dumps(answer.result, indent=2) if options.json else answer.text)
         sys.stdout.flush()
-    except BrokenPipeError:  # the reader has seen enough, as `head` has
+    except BrokenPipeError:  # the reader stopped, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     if answer.complaint is None:
         return 0
@@ -87,7 +91,7 @@ def _parser() -> argparse.ArgumentParser:
     inspect.add_argument("path", metavar="PATH", help="a folder, or one safetensors file")
     report = _add(commands, "report", _report, "SQNR and differing bytes of each tensor that two checkpoints have")
     report.add_argument("first", metavar="A", help="the reference")
-    report.add_argument("second", metavar="B", help="what stands in for it")
+    report.add_argument("second", metavar="B", help="what is compared with it")
     explained = _add(commands, "explain", _explain, "which backend computes each kind of weight on a device, and why")
     explained.add_argument("path", metavar="PATH", help="a folder, or one safetensors file")
     explained.add_argument("--device", default="cpu", help="such as cuda or cuda:1 (default: %(default)s)")
@@ -121,7 +125,7 @@ def _add_quantize(commands: Any) -> None:
 
 
 def _size(text: str) -> int:
-    """A number of bytes, with a unit or without, as transformers' `max_shard_size` takes it."""
+    """A number of bytes from text, with a unit or without, as transformers' `max_shard_size` takes it."""
     found = re.fullmatch(r"(\d+)\s*(\w*)", text.strip(), re.ASCII)
     value = int(found[1]) * _UNITS.get(found[2].upper(), 0) if found else 0
     if value < 1:
@@ -174,28 +178,26 @@ def _quantize(options: argparse.Namespace) -> _Answer:
 
 
 def _some(names: Sequence[str]) -> str:
-    """The first few; `--json` lists all."""
+    """The first three names; `--json` lists all."""
     return ", ".join(names[:3]) + ", ..." * (len(names) > 3)
 
 
 def _config_of(options: argparse.Namespace) -> object:
-    """What `--format` or `--config` ask for; where no scale mode is named for activations, they are rounded as readers
-    of the producer's files round them.
-    """
+    """The config that `--format` or `--config` gives, with the activation scale modes of the producer's files."""
     if options.config is not None:
         if options.activation is not None:
             options.refuse_usage("--activation goes with --format; with --config, write it in the file")
         file = Path(options.config)
         if not file.is_file():
             options.refuse_usage(f"--config {file} is no file; name one with JSON as quantize_ takes it")
-        return _as_read(resolve_mapping(_read_config(file)), options.producer)
+        return _with_producers_modes(resolve_mapping(_read_config(file)), options.producer)
     activation = options.activation or "same"
     fields: dict[str, Any] = {"weight": options.format, "activation": None if activation == "none" else activation}
-    return _as_read(resolve_mapping(fields), options.producer)
+    return _with_producers_modes(resolve_mapping(fields), options.producer)
 
 
-def _as_read(mapping: dict[str, Any], producer: str) -> dict[str, Any]:
-    """A config with the scale modes of activations, where it leaves them out, that a producer's files imply."""
+def _with_producers_modes(mapping: dict[str, Any], producer: str) -> dict[str, Any]:
+    """A mapping whose configs round activations as readers of the producer's files do, unless they name a mode."""
     completed = dict(mapping)
     for key, config in mapping.items():
         if config is None or config.activation_format is None or config.activation_scale_mode is not None:
@@ -254,11 +256,9 @@ def _row(content: Content, name: str) -> dict[str, Any]:
     if stored is None:
         dtype = content.checkpoint.tensors[name].dtype
         return row | {"format": dtype.lower(), "precision": None, "activation": None, "rotation": None}
-    weight = get_format(stored.format).element.bits
-    activation = 16 if stored.activation is None else get_format(stored.activation, activation=True).element.bits
     return row | {
         "format": stored.format,
-        "precision": f"W{weight}A{activation}",
+        "precision": Scheme(stored.format, stored.activation).precision,
         "activation": stored.activation,
         "rotation": None if stored.declared is None else stored.declared[0].scheme.rotation,
     }
@@ -333,7 +333,7 @@ def _explain(options: argparse.Namespace) -> _Answer:
 
 
 def _without_values(content: Content, name: str) -> Any:
-    """The weight with bytes that are all the same one, so that nothing is read."""
+    """A weight of the file's shapes and formats whose bytes are not read."""
     stored, tensors = content.quantized[name], content.checkpoint.tensors
 
     def read(part: str) -> torch.Tensor:
