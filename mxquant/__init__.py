@@ -15,7 +15,7 @@ from mxquant.explanation import explain
 from mxquant.integrations import torchao as _torchao  # registers the configs with torchao
 from mxquant.integrations.pretrained import from_pretrained
 from mxquant.integrations.saving import save_pretrained
-from mxquant.modules.layouts import register_experts_layout
+from mxquant.modules.experts_layouts import register_experts_layout
 from mxquant.modules.moe import experts_forward
 from mxquant.tensor import EmulatedMXTensor, MXTensor, flatten_state_dict, quantize, unflatten_state_dict
 from mxquant.tuning import tune

@@ -15,7 +15,7 @@ from mxquant.algorithms.resume import SavedStages, open_stages
 from mxquant.algorithms.stages import Batch
 from mxquant.backends import select as select_backend
 from mxquant.config import resolve_mapping
-from mxquant.modules.layouts import experts_layout
+from mxquant.modules.experts_layouts import experts_layout
 from mxquant.modules.quantize_target import (
     Target,
     WeightQuantizer,

@@ -87,18 +87,24 @@ def _parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     _add_quantize(commands)
-    inspect = _add(commands, "inspect", _inspect, "what a checkpoint holds, by its headers; no model code is needed")
+    inspect = _add_command(
+        commands, "inspect", _run_inspect, "what a checkpoint holds, by its headers; no model code is needed"
+    )
     inspect.add_argument("path", metavar="PATH", help="a folder, or one safetensors file")
-    report = _add(commands, "report", _report, "SQNR and differing bytes of each tensor that two checkpoints have")
+    report = _add_command(
+        commands, "report", _run_report, "SQNR and differing bytes of each tensor that two checkpoints have"
+    )
     report.add_argument("first", metavar="A", help="the reference")
     report.add_argument("second", metavar="B", help="what is compared with it")
-    explained = _add(commands, "explain", _explain, "which backend computes each kind of weight on a device, and why")
+    explained = _add_command(
+        commands, "explain", _run_explain, "which backend computes each kind of weight on a device, and why"
+    )
     explained.add_argument("path", metavar="PATH", help="a folder, or one safetensors file")
     explained.add_argument("--device", default="cpu", help="such as cuda or cuda:1 (default: %(default)s)")
     return parser
 
 
-def _add(commands: Any, name: str, run: Callable[..., _Answer], about: str) -> argparse.ArgumentParser:
+def _add_command(commands: Any, name: str, run: Callable[..., _Answer], about: str) -> argparse.ArgumentParser:
     command: argparse.ArgumentParser = commands.add_parser(name, help=about, description=f"{about}.")
     command.add_argument("--json", action="store_true", help="print one JSON object")
     command.set_defaults(command=run, refuse_usage=command.error)
@@ -106,7 +112,9 @@ def _add(commands: Any, name: str, run: Callable[..., _Answer], about: str) -> a
 
 
 def _add_quantize(commands: Any) -> None:
-    command = _add(commands, "quantize", _quantize, "quantize an unquantized checkpoint, one parameter at a time")
+    command = _add_command(
+        commands, "quantize", _run_quantize, "quantize an unquantized checkpoint, one parameter at a time"
+    )
     command.add_argument("source", metavar="SRC", help="the folder of the checkpoint")
     command.add_argument("destination", metavar="DST", help="the folder to write; an old one is replaced at the end")
     what = command.add_mutually_exclusive_group(required=True)
@@ -133,7 +141,7 @@ def _size(text: str) -> int:
     return value
 
 
-def _quantize(options: argparse.Namespace) -> _Answer:
+def _run_quantize(options: argparse.Namespace) -> _Answer:
     from mxquant.integrations.streaming import quantize_checkpoint
 
     def progress(names: Iterable[str]) -> Iterable[str]:
@@ -218,7 +226,7 @@ def _read_config(file: Path) -> object:
     return content
 
 
-def _inspect(options: argparse.Namespace) -> _Answer:
+def _run_inspect(options: argparse.Namespace) -> _Answer:
     content = read_content(options.path)
     rows = [_row(content, name) for name in sorted(content.names)]
     producer = None if content.producer is None else content.producer.name
@@ -264,7 +272,7 @@ def _row(content: Content, name: str) -> dict[str, Any]:
     }
 
 
-def _report(options: argparse.Namespace) -> _Answer:
+def _run_report(options: argparse.Namespace) -> _Answer:
     from mxquant.integrations.parameters import parameters_of
 
     differences: list[TensorDifference] = []
@@ -312,7 +320,7 @@ def _finite(value: float) -> float | str:
     return value if math.isfinite(value) else str(value)
 
 
-def _explain(options: argparse.Namespace) -> _Answer:
+def _run_explain(options: argparse.Namespace) -> _Answer:
     content = read_content(options.path)
     kinds: dict[tuple[Any, ...], list[str]] = {}
     for name, stored in content.quantized.items():

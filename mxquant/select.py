@@ -65,6 +65,8 @@ class Skip:
 
 @dataclass(frozen=True)
 class Selection:
+    """Every parameter of a model that could be quantized: those that are, and those that are not."""
+
     targets: list[Target]
     skips: list[Skip]
 
@@ -128,7 +130,7 @@ def _decide(sites: tuple[Site, ...], keys: list[_Key], filter_fn: FilterFn | Non
 
 
 def _most_specific(site: Site, keys: list[_Key]) -> _Key | None:
-    """The key that decides at `site`, None where none applies."""
+    """The key that decides about `site`; None if no key applies."""
     applying = [key for key in keys if key.applies(site)]
     if not applying:
         return None
@@ -144,13 +146,13 @@ def _most_specific(site: Site, keys: list[_Key]) -> _Key | None:
 
 @dataclass(frozen=True, eq=False)
 class _Key:
-    """A key of the mapping, resolved against the names of one model."""
+    """A key of the mapping, and what it matches in one model."""
 
     text: str
     config: _MXConfig | None
     level: int
     matched: frozenset[str]
-    """The names of modules and parameters that it matches; empty for a kind."""
+    """The names of the modules and parameters that it matches; empty for a kind."""
     pattern: re.Pattern[str] | None = None
 
     @classmethod
@@ -171,13 +173,16 @@ class _Key:
         return self.level, 0 if self.level == _KIND else len(self.text.removeprefix("re:"))
 
     def covers(self, site: Site) -> bool:
-        """Whether it matches the parameter, its module or a module above."""
+        """Whether it matches the parameter, its module or a module around that."""
         if self.level == _KIND:
             return site.kind in {"linear": ["linear"], "moe": ["experts"]}.get(self.text, ["linear", "experts"])
         return site.name in self.matched or any(name in self.matched for name in lineage(site.module_name))
 
     def names(self, site: Site) -> bool:
-        """Whether it means this very module or parameter, not only whatever lies in some place."""
+        """Whether it means this module or parameter by name, and not whatever is in its place.
+
+        A pattern does if it would not match with the module, or a parameter not called "weight", renamed.
+        """
         if self.level == _KIND:
             return self.text == "moe" and site.kind == "experts"
         if self.pattern is None:
@@ -189,7 +194,7 @@ class _Key:
         return any(self.pattern.fullmatch(name) and not self.pattern.fullmatch(other) for name, other in renamed)
 
     def applies(self, site: Site) -> bool:
-        """Whether it decides about `site`, more specific keys aside. What is skipped by default has to be named."""
+        """Whether it may decide about `site`, if no key is more specific. Default skips apply unless it names them."""
         if not self.covers(site):
             return False
         if self.config is None:
@@ -199,7 +204,7 @@ class _Key:
         return site.impossible is None and (site.left_alone is None or self.names(site))
 
     def check_effect(self, sites: list[Site], names: set[str]) -> None:
-        """Refuse a key that matches nothing, or, where it has a config, only what cannot be or is not quantized."""
+        """Refuse a key that matches nothing, or whose config applies to no weight that it covers."""
         covered = [site for site in sites if self.covers(site)]
         if not covered and not self.matched:
             raise ValueError(self._matches_nothing(names))

@@ -14,8 +14,8 @@ def check_calibration(calibration: object, targets: list[Target]) -> list[Any]:
     """The calibration's batches as a list; an empty one where no config needs any.
 
     Raises:
-        ValueError: batches are missing, none, or not used by any config.
-        TypeError: not an iterable of batches.
+        ValueError: batches are missing or none, or no config uses them.
+        TypeError: it is no iterable of batches.
     """
     wanting = [target for target in targets if target.config.gptq is not None]
     if not wanting:
@@ -47,10 +47,10 @@ def check_calibration(calibration: object, targets: list[Target]) -> list[Any]:
 
 
 def check_movable(model: nn.Module) -> None:
-    """Refuse a model whose blocks cannot be run on a device of the caller's choice.
+    """Refuse a model whose blocks cannot move to another device.
 
     Raises:
-        ValueError: accelerate's hooks say where its modules compute.
+        ValueError: it has accelerate's hooks, which place its modules.
     """
     hooked = next((name for name, module in model.named_modules() if hasattr(module, "_hf_hook")), None)
     if hooked is not None:

@@ -14,7 +14,7 @@ from torch import nn
 import mxquant
 from mxquant import dequantize_, quantize_, summary
 from mxquant.backends import unregister_backend
-from mxquant.modules.layouts import unknown_experts
+from mxquant.modules.experts_layouts import unknown_experts
 from mxquant.report import SkippedWeight
 
 FORMATS = ["mxfp4", "mxfp6_e2m3", "mxfp6_e3m2", "mxfp8_e4m3", "mxfp8_e5m2", "nvfp4"]

@@ -8,7 +8,7 @@ from expecttest import assert_expected_inline
 from torch import nn
 
 from mxquant.config import MXFP4Config, MXFP6Config, MXFP8Config, resolve_mapping
-from mxquant.modules.layouts import unknown_experts
+from mxquant.modules.experts_layouts import unknown_experts
 from mxquant.select import FilterFn, select_weights
 
 A, B = MXFP4Config(), MXFP8Config()

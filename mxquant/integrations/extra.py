@@ -1,4 +1,4 @@
-"""The extra `transformers`, without which a part of mxquant works: who needs it says how to install it."""
+"""The optional dependency on transformers: code that needs it says how to install it."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def needing_transformers() -> Iterator[None]:
-    """Around imports of transformers and of modules that import it.
+    """A context for imports of transformers and of modules that import it.
 
     Raises:
-        ImportError: it is not installed, or too old.
+        ImportError: transformers is not installed, or too old; the message says what to install.
     """
     try:
         yield

@@ -1,4 +1,4 @@
-"""The tensors of a checkpoint as the parameters of its transformers model, experts merged, each read when asked for."""
+"""A checkpoint by the parameters of its transformers model: experts merged, each parameter read on demand."""
 
 from __future__ import annotations
 
@@ -14,16 +14,15 @@ from mxquant.checkpoints.load import Content
 
 
 def read_parameter(name: str, source: Any, content: Content, model: nn.Module) -> Tensor:
-    """The values of parameter `name`, by the conversions of its family where it has any; nothing stays mapped of
-    merged ones.
+    """Read parameter `name`. Where its family has conversions, several tensors are merged, and no file stays mapped.
 
     Args:
         source: the parameter's entry in `conversion.sources_of`.
-        model: the skeleton of the content's model.
+        model: the model of the checkpoint, on the meta device.
 
     Raises:
         ValueError: the merged tensor has another shape than the model's.
-        NotImplementedError: several parameters are made of one tensor.
+        NotImplementedError: the family makes several parameters of one tensor.
     """
     reader = Reader(content.checkpoint)
     if source.converter is None:
@@ -49,7 +48,7 @@ def read_parameter(name: str, source: Any, content: Content, model: nn.Module) -
 
 
 class Parameters:
-    """A checkpoint by the names of its model, whatever its files call and split. Made by `parameters_of`."""
+    """A checkpoint by its model's names, however its files name and split the tensors. Made by `parameters_of`."""
 
     def __init__(self, content: Content, model: nn.Module, sources: Mapping[str, Any]) -> None:
         self._content, self._model, self._sources = content, model, sources
@@ -73,11 +72,11 @@ class Parameters:
 
 
 def parameters_of(content: Content) -> Parameters | None:
-    """The checkpoint by the names of its model; None where transformers is not installed or does not know the model.
+    """The checkpoint by its model's names; None if transformers is not installed or does not know the model.
 
     Raises:
         ValueError: the tensors do not fit the model.
-        NotImplementedError: the layout is not known of a model like this.
+        NotImplementedError: the layout of such a model is unknown.
     """
     if importlib.util.find_spec("transformers") is None:
         return None

@@ -1,7 +1,7 @@
-"""The quantizer that transformers knows as "mxquant": quantize while loading, and load what was saved so.
+"""transformers' quantizer "mxquant": it quantizes a model while it is loaded, and loads a quantized model.
 
-It hooks in where transformers 5.17 to 5.24 agree: `register_quantization_config`, `register_quantizer`,
-`get_quantize_ops` for weights that are quantized when loaded, and `get_weight_conversions` for saved ones.
+It uses the hooks that transformers 5.17 to 5.24 have in common: `register_quantization_config`, `register_quantizer`,
+`get_quantize_ops` for weights that are quantized on load, and `get_weight_conversions` for saved quantized weights.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ VERSION = 1
 
 @register_quantization_config(NAME)
 class MXQuantConfig(QuantizationConfigMixin):
-    """What `AutoModelForCausalLM.from_pretrained(..., quantization_config=MXQuantConfig("mxfp4"))` quantizes to.
+    """The config of a quantized load: `from_pretrained(..., quantization_config=MXQuantConfig("mxfp4"))`.
 
     Args:
         config: what `mxquant.quantize_` takes: a config, a format's name, or a mapping. None only in a saved model,
             whose weights know their formats.
-        modules_to_not_convert: a list of what is skipped beside what `quantize_` skips by default; each entry means
-            the modules that transformers' `should_convert_module` finds by it (the name's beginning up to a dot, its
-            end, or a regular expression that matches from its start) and whatever lies in them. One that matches no
-            module is refused when the model is known.
+        modules_to_not_convert: modules that are skipped beside those that `quantize_` skips by default. An entry is
+            matched as by transformers' `should_convert_module`: the beginning of a module's name up to a dot, its end,
+            or a regular expression that matches from the start. It skips all modules inside as well. An entry that
+            matches no module is refused on load.
 
     Raises:
         ValueError, TypeError: as `mxquant.quantize_`; `modules_to_not_convert` is no list of regular expressions.
@@ -74,7 +74,7 @@ class MXQuantConfig(QuantizationConfigMixin):
         self.modules_to_not_convert = _checked_patterns(modules_to_not_convert)
 
     def mapping(self) -> dict[str, _MXConfig | None]:
-        """The config as `mxquant.quantize_` has it.
+        """The config as a mapping from keys to configs.
 
         Raises:
             ValueError: there is none.
@@ -124,10 +124,10 @@ class MXQuantizer(HfQuantizer):
         self.saved: dict[str, tuple[Metadata, tuple[int, ...]]] = {}
 
     def validate_environment(self, device_map: Any = None, **kwargs: Any) -> None:
-        """Refuse the disk: modules there would be read from the checkpoint's files as they are, unquantized.
+        """Refuse a `device_map` with modules on the disk: transformers would read them from the files, unquantized.
 
         Raises:
-            NotImplementedError: `device_map`, as given or as transformers found it, has modules there.
+            NotImplementedError: `device_map`, given or computed by transformers, sends modules to the disk.
         """
         places = device_map.values() if isinstance(device_map, Mapping) else (device_map,)
         if "disk" in places:
@@ -159,7 +159,7 @@ class MXQuantizer(HfQuantizer):
         return _Quantize(self)
 
     def get_weight_conversions(self) -> list[WeightConverter]:
-        """For saved weights: `X.weight.qdata`, `X.weight.scale`, ... to `X.weight`, for each last name there is."""
+        """Merge saved parts: `X.weight.qdata`, `X.weight.scale`, ... to `X.weight`; one converter a last name."""
         attributes = sorted({name.rpartition(".")[2] for name in self.saved})
         return [
             WeightConverter([rf"(?<=\.{re.escape(a)})\.{part}$" for part in SAVED_PARTS], "", [_Rebuild(self)])
@@ -167,7 +167,7 @@ class MXQuantizer(HfQuantizer):
         ]
 
     def update_weight_conversions(self, weight_conversions: list[Any], model: nn.Module | None = None) -> list[Any]:
-        """Before the model's own converters: saved names are of merged weights, which they must not take for others."""
+        """Ours come first: the model's own converters must not match the saved parts of merged weights."""
         return [*self.get_weight_conversions(), *weight_conversions]
 
     def _process_model_after_weight_loading(self, model: nn.Module, **kwargs: Any) -> nn.Module:
@@ -175,7 +175,7 @@ class MXQuantizer(HfQuantizer):
             raise self.refusal
         record_skips(self.selection)
         self.selection, self.targets = Selection([], []), {}
-        # Quantized stacks are saved as they are: what merged the checkpoint's experts is not undone.
+        # Quantized stacks are saved merged: drop the conversions that would split experts again.
         vars(model)["_weight_conversions"] = []
         return model
 
@@ -206,12 +206,12 @@ class MXQuantizer(HfQuantizer):
 
     def remove_quantization_config(self, model: nn.Module) -> None:
         super().remove_quantization_config(model)
-        # transformers 5.17 leaves them; without them ordinary experts are saved as checkpoints of the family have them.
+        # NOTE: transformers 5.17 keeps an empty list, with which dequantized experts would be saved merged.
         vars(model).pop("_weight_conversions", None)
 
 
 def _tie(model: nn.Module) -> None:
-    """Make one parameter of tied ones, as transformers does once they are loaded: a rule for one is then for both."""
+    """Tie weights before they are loaded, so that a key for one of their names means both. transformers ties after."""
     for name, source in (getattr(model, "all_tied_weights_keys", None) or {}).items():
         path, _, attribute = name.rpartition(".")
         model.get_submodule(path)._parameters[attribute] = model.get_parameter(source)
@@ -264,7 +264,7 @@ def _skipped_modules(model: nn.Module, patterns: list[str]) -> set[str]:
 
 
 class _Quantize(ConversionOps):
-    """Quantizes a weight that was just loaded, merged where it had to be, on the device where it belongs."""
+    """Quantizes a loaded weight, experts already merged, on the device of its module."""
 
     def __init__(self, hf_quantizer: MXQuantizer) -> None:
         self.hf_quantizer = hf_quantizer
@@ -296,15 +296,17 @@ def quantize_loaded(target: Target, weight: Tensor) -> nn.Parameter:
 
 
 def _name_in(model: Any, saved: str) -> str:
-    """The parameter that transformers leads a saved name to: a model with a head saves the names of its body behind
-    `base_model_prefix`, the body by itself without it, and each loads the other's files.
+    """The model's name of a saved parameter.
+
+    NOTE: a model with a head saves its body's names with `base_model_prefix`, a body alone without. Each loads the
+    other's files.
     """
     name, _ = rename_source_key(saved, [], [], model.base_model_prefix, model.state_dict())
     return str(name)
 
 
 class _Rebuild(ConversionOps):
-    """Makes a saved weight of its parts."""
+    """Builds a quantized weight from its saved parts."""
 
     def __init__(self, hf_quantizer: MXQuantizer) -> None:
         self.hf_quantizer = hf_quantizer

@@ -1,6 +1,7 @@
 """How expert blocks stack their weights: which axis a matmul contracts, and which biases and gate belong to them.
 
-A 3-D parameter and its sizes do not tell which axis is K; a layout does. `mxquant.modules.layouts` finds a module's.
+A 3-D parameter and its sizes do not tell which axis is K; a layout does. `mxquant.modules.experts_layouts` finds the
+layout of a module.
 """
 
 from __future__ import annotations
@@ -103,4 +104,4 @@ def _decorated_layout(is_transposed: bool, has_bias: bool, has_gate: bool, has_p
 
 
 _DECORATED = {flags: _decorated_layout(*flags) for flags in itertools.product((False, True), repeat=4)}
-"""All there are, made once: a layout is asked for in every forward."""
+"""Made once, as every forward asks for a layout."""

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from mxquant.backends import Groups
 from mxquant.modules.experts import ExpertsLayout
+from mxquant.modules.experts_layouts import experts_layout
 from mxquant.modules.gates import known_gate
-from mxquant.modules.layouts import experts_layout
 from mxquant.ops import combine, gated_activation, route
 from mxquant.reference.gated_activation import GatedActivation
 from mxquant.reference.routing import Routing
@@ -46,7 +46,7 @@ def experts_forward(experts: nn.Module, hidden_states: Tensor, top_k_index: Tens
     """
     layout = _computable_layout(experts)
     _check_routed(hidden_states, top_k_index, top_k_weights)
-    up, down, count = _weights(experts, layout)
+    up, down, count = _weights_of(experts, layout)
     routing = route(top_k_index, count)
     weighs_input = layout.router_weight == "input"
     if weighs_input:
@@ -54,11 +54,11 @@ def experts_forward(experts: nn.Module, hidden_states: Tensor, top_k_index: Tens
         x_SH, rows = hidden_states[routing.token_S] * weight_S.to(hidden_states.dtype), None
     else:
         x_SH, rows = hidden_states, routing.token_S
-    outputs = [_multiply(x_SH, weight, routing, rows) for weight in up]
+    outputs = [_grouped_linear(x_SH, weight, routing, rows) for weight in up]
     assert layout.gate is not None
     gate = known_gate(layout.gate, experts) if len(outputs) == 1 else None
     h_S = outputs[0] if gate is not None else layout.gate(experts, *outputs)
-    y_SH = _multiply(h_S, down, routing, gate=gate)
+    y_SH = _grouped_linear(h_S, down, routing, gate=gate)
     if layout.post_norm is not None:
         y_SH = getattr(experts, layout.post_norm)(y_SH)
     return combine(y_SH, routing, None if weighs_input else top_k_weights, hidden_states.dtype)
@@ -99,7 +99,7 @@ class _Weight(NamedTuple):
     bias_EN: Tensor | None
 
 
-def _weights(experts: nn.Module, layout: ExpertsLayout) -> tuple[list[_Weight], _Weight, int]:
+def _weights_of(experts: nn.Module, layout: ExpertsLayout) -> tuple[list[_Weight], _Weight, int]:
     """The weights of the first matmul, that of the second, and the number of experts."""
     assert layout.down is not None
     parameters = experts._parameters
@@ -116,7 +116,7 @@ def _weights(experts: nn.Module, layout: ExpertsLayout) -> tuple[list[_Weight], 
         return up, down, down.stack.shape[0]
 
 
-def _multiply(
+def _grouped_linear(
     x: Tensor, weight: _Weight, routing: Routing, rows: Tensor | None = None, gate: GatedActivation | None = None
 ) -> Tensor:
     """The grouped matmul of [S, K], or of the rows `rows` of [T, K], and its bias: [S, N], zero beyond the last expert.

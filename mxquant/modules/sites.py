@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from mxquant.modules.experts import ExpertsLayout
-from mxquant.modules.layouts import experts_layout, unknown_experts
+from mxquant.modules.experts_layouts import experts_layout, unknown_experts
 
 SKIP_REASON = "_mxquant_skipped"
 """The attribute of a module that says why parameters of its own are not quantized: a reason by parameter name."""

@@ -18,7 +18,7 @@ from moe_reference import assert_block, block64, routing, run
 
 import mxquant.integrations.transformers  # noqa: F401, registers the implementation
 from mxquant import MXTensor, dequantize_, quantize_, register_experts_layout, summary
-from mxquant.modules.layouts import experts_layout
+from mxquant.modules.experts_layouts import experts_layout
 
 CLASSES = decorated_classes()
 SKIPPED: dict[str, str] = {}

@@ -16,8 +16,8 @@ from experts_classes import EXPERTS, HIDDEN, build, fill
 from moe_reference import assert_block, routing
 
 from mxquant import MXTensor, dequantize_, experts_forward, quantize_, register_experts_layout, summary
+from mxquant.modules.experts_layouts import experts_layout
 from mxquant.modules.families import FAMILIES
-from mxquant.modules.layouts import experts_layout
 
 TOKENS = 6
 
