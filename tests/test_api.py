@@ -39,7 +39,7 @@ def picky() -> Iterator[type[Picky]]:
 
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
-def test_the_weights_are_those_of_quantize(format: str, dtype: torch.dtype) -> None:
+def test_quantize_model_gives_the_bytes_of_quantize(format: str, dtype: torch.dtype) -> None:
     model = mlp(dtype=dtype)
     original = copy.deepcopy(model)
     assert quantize_(model, format) is None
@@ -64,7 +64,7 @@ def test_the_weights_are_those_of_quantize(format: str, dtype: torch.dtype) -> N
     ],
     ids=str,
 )
-def test_one_config_in_many_words(config: object) -> None:
+def test_equivalent_configs_give_equal_weights(config: object) -> None:
     model = mlp()
     reference = copy.deepcopy(model)
     quantize_(model, config)
@@ -134,7 +134,7 @@ def test_a_named_embedding_looks_up_quantized_rows() -> None:
     assert torch.equal(model.embed(ids), model.embed.weight.dequantize()[ids])
 
 
-def test_a_lookup_quantizes_no_activation_and_says_so() -> None:
+def test_embedding_is_weight_only() -> None:
     """W8A16, whatever the config says of activations; tied to a linear, the weight multiplies and keeps the rule."""
     model = nn.Sequential(nn.Embedding(40, 32), nn.Linear(32, 40, bias=False))
     quantize_(model, {"0": "mxfp8"})
@@ -183,7 +183,7 @@ def test_replaced_weights_are_freed_one_by_one() -> None:
 
 
 @pytest.mark.parametrize("clock_step, shown", [(0.0, False), (2.0, True)])
-def test_a_progress_bar_when_it_takes_long(
+def test_progress_bar_appears_when_it_takes_long(
     clock_step: float, shown: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ticks = iter(range(10**6))
@@ -204,7 +204,7 @@ def test_device_moves_what_is_quantized() -> None:
     assert_equal_bytes(model[0].weight, mxquant.quantize(original[0].weight, "mxfp4"))
 
 
-def test_device_is_where_it_is() -> None:
+def test_device_of_the_model_moves_nothing() -> None:
     model = mlp()
     bias = model[0].bias
     quantize_(model, "mxfp4", device="cpu")
@@ -220,7 +220,7 @@ def test_a_named_backend_is_used(picky: type[Picky]) -> None:
     assert torch.equal(model[0](x), torch.full((2, 64), 1000.0))
 
 
-def test_a_second_time_says_so() -> None:
+def test_quantizing_twice_is_refused() -> None:
     model = mlp()
     quantize_(model, {"0": "mxfp4"})
     before = dict(model.named_parameters())
@@ -234,7 +234,7 @@ def test_a_second_time_says_so() -> None:
     assert model[0].weight.format == "mxfp8_e4m3"
 
 
-def test_skipped_modules_know_why() -> None:
+def test_skip_reasons_stay_with_the_modules() -> None:
     model = Tied()
     model.norm = nn.LayerNorm(32)
     quantize_(model, "mxfp4")
@@ -247,7 +247,7 @@ def test_skipped_modules_know_why() -> None:
     quantize_(mlp(), "mxfp4", filter_fn=lambda module, name: name == "0")
 
 
-def test_dequantize_removes_the_reasons() -> None:
+def test_dequantize_removes_the_skip_reasons() -> None:
     model = mlp()
     quantize_(model, "mxfp4", filter_fn=lambda module, name: name == "0")
     assert model[2]._mxquant_skipped == {"weight": "filter_fn"}

@@ -127,7 +127,7 @@ def test_bad_arguments_are_refused_before_any_change(
     assert snapshot(model) == before
 
 
-def test_a_backend_that_cannot_is_refused_before_any_change(picky: type[Picky]) -> None:
+def test_backend_that_rejects_the_config_is_refused_before_any_change(picky: type[Picky]) -> None:
     model = mlp()
     before = snapshot(model)
     with pytest.raises(ValueError, match=r"2.weight \(16, 64\): backend 'picky' cannot .*: only mxfp4"):
@@ -135,7 +135,7 @@ def test_a_backend_that_cannot_is_refused_before_any_change(picky: type[Picky]) 
     assert snapshot(model) == before
 
 
-def test_a_filter_that_leaves_nothing_is_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_filter_that_selects_nothing_warns(caplog: pytest.LogCaptureFixture) -> None:
     model = mlp()
     quantize_(model, "mxfp4", filter_fn=lambda module, name: name == "linear")
     assert {type(parameter) for parameter in model.parameters()} == {nn.Parameter}
@@ -146,7 +146,7 @@ def test_a_filter_that_leaves_nothing_is_told(caplog: pytest.LogCaptureFixture) 
     )
 
 
-def test_a_filter_that_leaves_out_what_is_done_is_quiet(caplog: pytest.LogCaptureFixture) -> None:
+def test_filter_that_skips_only_quantized_weights_does_not_warn(caplog: pytest.LogCaptureFixture) -> None:
     model = mlp()
     quantize_(model, "mxfp4")
     quantize_(model, "mxfp4", filter_fn=lambda module, name: False)
@@ -154,7 +154,7 @@ def test_a_filter_that_leaves_out_what_is_done_is_quiet(caplog: pytest.LogCaptur
     assert caplog.text == ""
 
 
-def test_a_model_of_other_layers_is_told_what_can_be() -> None:
+def test_model_without_linears_is_refused_with_a_remedy() -> None:
     model = nn.Sequential(nn.Conv2d(3, 32, 4))
     with pytest.raises(
         ValueError, match=r"neither nn\.Linear .* nor experts\. An nn\.Embedding .* where a mapping names"

@@ -86,7 +86,7 @@ def test_nvfp4_for_compressed_tensors_has_scales_with_divisors(tmp_path: Path) -
     assert changed  # else the test would pass without the choice
 
 
-def test_gpt_oss_as_gpt_oss(tmp_path: Path) -> None:
+def test_quantize_gpt_oss_as_gpt_oss(tmp_path: Path) -> None:
     MODELS["gpt_oss"]().to(torch.bfloat16).save_pretrained(tmp_path / "source")
     (tmp_path / "config.json").write_text('{"moe": {"weight": "mxfp4", "activation": null}}')
     options = ("--config", tmp_path / "config.json", "--as", "gpt-oss")
@@ -136,7 +136,7 @@ def test_a_config_file_means_what_format_means(content: Any, llama: Path, tmp_pa
         (["--format", "mxfp4", "--as", "gpt-oss"], "on the command line, weight-only is --activation none"),
     ],
 )
-def test_what_cannot_be_is_refused_before_anything_is_written(
+def test_config_that_the_producer_cannot_write_is_refused_before_writing(
     options: list[str], named: str, llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run("quantize", llama, tmp_path / "out", *options) == 1
@@ -160,7 +160,7 @@ def test_what_cannot_be_is_refused_before_anything_is_written(
     ],
     ids=lambda value: str(value)[:40],
 )
-def test_a_config_file_that_is_wrong(
+def test_wrong_config_file_is_refused(
     content: str | bytes, named: str, llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "config.json").write_bytes(content if isinstance(content, bytes) else content.encode())
@@ -181,7 +181,7 @@ def test_a_config_file_that_is_wrong(
     ],
     ids=str,
 )
-def test_a_config_of_another_model(
+def test_config_json_of_another_model_is_refused(
     model: str, change: dict[str, Any], named: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Nothing is asked on the terminal either, of code that lies beside the weights."""
@@ -254,7 +254,7 @@ def test_shards_of_a_size_with_a_unit(llama: Path, tmp_path: Path) -> None:
     assert len(files[0]) > 1
 
 
-def test_quantize_names_what_it_left(llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_quantize_lists_skipped_weights(llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.json").write_text('{"linear": "mxfp4", "*.mlp.*": null}')
     assert run("quantize", llama, tmp_path / "out", "--config", tmp_path / "config.json") == 0
     text = capsys.readouterr().out
@@ -263,7 +263,7 @@ def test_quantize_names_what_it_left(llama: Path, tmp_path: Path, capsys: pytest
     assert f"left as they are, the config says None for '*.mlp.*': 6 ({named}, ...)" in text
 
 
-def test_as_a_program(llama: Path) -> None:
+def test_python_m_mxquant(llama: Path) -> None:
     command = [sys.executable, "-m", "mxquant", "inspect", str(llama), "--json"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert json.loads(done.stdout)["producer"] is None

@@ -180,7 +180,7 @@ def test_a_report_of_a_checkpoint_that_lacks_a_tensor(
     assert "does not fit its model: the checkpoint lacks 1 tensors" in caplog.text
 
 
-def test_report_of_strangers_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_report_of_unrelated_checkpoints_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save_file({"a": torch.ones(2)}, tmp_path / "a.safetensors")
     save_file({"b": torch.ones(2)}, tmp_path / "b.safetensors")
     assert run("report", tmp_path / "a.safetensors", tmp_path / "b.safetensors") == 1

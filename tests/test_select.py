@@ -106,12 +106,12 @@ def test_a_bare_linear_is_the_root() -> None:
     assert chosen(nn.Linear(32, 32), {"weight": "mxfp8", "linear": "mxfp4"}) == {"weight": B}
 
 
-def test_a_small_linear_beside_no_experts_is_no_router() -> None:
+def test_small_linear_without_experts_beside_it_is_no_router() -> None:
     assert set(chosen(nn.ModuleDict({"gate": nn.Linear(32, 4)}), "mxfp4")) == {"gate.weight"}
 
 
 @pytest.mark.parametrize("name", ["router", "router.layer"])
-def test_what_is_called_router_is_one(name: str) -> None:
+def test_modules_named_router_are_routers(name: str) -> None:
     model = nn.Module()
     parent = model
     for part in name.split(".")[:-1]:
@@ -143,7 +143,7 @@ self_attn.in_proj_weight: a parameter of MultiheadAttention, neither nn.Linear n
     )
 
 
-def test_what_cannot_be_quantized() -> None:
+def test_reasons_of_weights_that_cannot_be_quantized() -> None:
     class Doubling(nn.Linear):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return super().forward(x) * 2
@@ -225,12 +225,12 @@ def test_equally_specific_patterns_must_agree() -> None:
         ("*.shared_expert_gate.weight", "layers.1.mlp.shared_expert_gate.weight"),
     ],
 )
-def test_what_is_left_alone_can_be_named(key: str, name: str) -> None:
+def test_default_skips_can_be_named(key: str, name: str) -> None:
     assert chosen(decoder(), {key: "mxfp4"}) == {name: A}
 
 
 @pytest.mark.parametrize("key", ["*", "layers.1.mlp", "layers.*", "layers.1.mlp.*", r"re:.*\.mlp\.\w+", "*.weight"])
-def test_a_key_for_a_place_names_nothing_in_it(key: str) -> None:
+def test_pattern_for_a_position_does_not_name_default_skips(key: str) -> None:
     left_alone = ("embed", "lm_head", "layers.1.mlp.gate", "layers.1.mlp.mixing", "layers.1.mlp.experts")
     names = set(chosen(decoder(), {key: "mxfp4"}))
     assert "layers.1.mlp.shared.weight" in names
@@ -243,7 +243,7 @@ def test_none_skips_with_the_key_as_reason() -> None:
     assert reasons["lm_head.weight"] == "the config says None for 'lm_head'"
 
 
-def test_what_no_key_selects() -> None:
+def test_unselected_weights_are_skipped_with_that_reason() -> None:
     assert skipped(decoder(), {"layers.1": "mxfp4"})["layers.0.attn.q_proj.weight"] == "no key of the config selects it"
 
 
@@ -303,7 +303,7 @@ def test_tied_weights_with_two_configs_are_refused(other: object) -> None:
         chosen(tied_decoder(), {"lm_head": "mxfp4", "embed": other})
 
 
-def test_what_is_impossible_for_one_tied_module_is_so_for_all() -> None:
+def test_impossible_at_one_tied_module_is_impossible_at_all() -> None:
     model = tied_decoder()
     model.embed.max_norm = 1.0
     with pytest.raises(ValueError, match=r"'lm_head' selects nothing: .*max_norm"):
@@ -341,7 +341,7 @@ def test_a_kind_that_the_model_lacks_is_refused(kind: str, value: object) -> Non
         chosen(nn.Sequential(nn.Embedding(4, 4)), {kind: value})
 
 
-def test_nothing_but_what_is_left_alone_is_refused() -> None:
+def test_key_that_covers_only_default_skips_is_refused() -> None:
     with pytest.raises(
         ValueError, match=r"'linear' selects nothing: it covers lm_head.weight \(output embedding, unless n"
     ):

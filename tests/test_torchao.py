@@ -36,7 +36,7 @@ def test_the_same_bytes_as_mxquant(config: Any) -> None:
     assert torch.equal(model(x), reference(x))
 
 
-def test_torchao_s_filter_decides() -> None:
+def test_torchaos_filter_decides() -> None:
     model = nn.ModuleDict({"lm_head": nn.Linear(32, 32), "embed": nn.Embedding(8, 32), "fc": nn.Linear(32, 32)})
     torchao.quantization.quantize_(model, MXFP4Config(), filter_fn=lambda module, name: name in ("lm_head", "embed"))
     assert {name for name, p in model.named_parameters() if isinstance(p, MXTensor)} == {
@@ -51,7 +51,7 @@ def test_modules_that_cannot_be_quantized_are_refused() -> None:
         torchao.quantization.quantize_(model, MXFP4Config(), filter_fn=lambda module, name: name == "0")
 
 
-def test_what_quantize_cannot_quantize_is_refused_alike() -> None:
+def test_linears_with_their_own_forward_and_unfit_embeddings_are_refused() -> None:
     class Doubling(nn.Linear):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return 2 * super().forward(x)
@@ -78,7 +78,7 @@ def test_bad_weights_are_refused() -> None:
         torchao.quantization.quantize_(model, MXFP4Config())
 
 
-def test_a_second_time_says_so() -> None:
+def test_quantizing_twice_is_refused() -> None:
     model = mlp()
     torchao.quantization.quantize_(model, MXFP4Config())
     with pytest.raises(ValueError, match="is quantized already"):

@@ -26,6 +26,6 @@ for call in calls:
 """
 
 
-def test_what_needs_transformers_names_the_extra() -> None:
+def test_import_error_names_the_extra() -> None:
     done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True)
     assert done.stdout.split() == ["named"] * 4, done.stderr

@@ -39,7 +39,7 @@ def test_the_classes_are_found() -> None:
 
 
 @pytest.mark.parametrize("module, name", CLASSES, ids=NAMES)
-def test_quantized_it_matches_its_dequantized_self(module: str, name: str) -> None:
+def test_quantized_block_matches_its_dequantized_block(module: str, name: str) -> None:
     if name in SKIPPED:
         pytest.skip(SKIPPED[name])
     experts = build(module, name)

@@ -145,7 +145,7 @@ def test_every_entry_of_the_table_has_a_case() -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_its_own_forward_multiplies_with_quantized_weights(name: str) -> None:
+def test_own_forward_multiplies_with_quantized_weights(name: str) -> None:
     experts, arguments = make(name)
     shapes = {name: parameter.shape for name, parameter in experts.named_parameters()}
     stacks = [name for name in shapes if not name.endswith("bias")]
@@ -180,7 +180,7 @@ def one_hot_weights(ids: Tensor, weights: Tensor) -> Tensor:
     return torch.zeros(ids.shape[0], EXPERTS, dtype=weights.dtype).scatter(1, ids, weights)
 
 
-def test_llama4_weighs_the_input() -> None:
+def test_llama4_router_weight_multiplies_the_input() -> None:
     """Its own forward gets every token for every expert, weighed, with zeros for those that were not chosen."""
     experts = llama4()[0].double()
     quantize_(experts, "mxfp4")
@@ -192,7 +192,7 @@ def test_llama4_weighs_the_input() -> None:
 
 
 @pytest.mark.parametrize("make", [step3p7, dbrx])
-def test_experts_forward_is_the_blocks_own(make: Callable[[], tuple[nn.Module, list[Any]]]) -> None:
+def test_experts_forward_matches_the_blocks_own_forward(make: Callable[[], tuple[nn.Module, list[Any]]]) -> None:
     experts, (x, ids, weights) = make()
     experts = experts.double()
     quantize_(experts, "mxfp4")
@@ -201,7 +201,7 @@ def test_experts_forward_is_the_blocks_own(make: Callable[[], tuple[nn.Module, l
     assert_block(experts_forward(block, x, ids, weights), experts(x, ids, weights).view(x.shape), 1e-6)
 
 
-def test_experts_forward_of_torchtitan() -> None:
+def test_experts_forward_matches_torchtitan() -> None:
     experts = torchtitan("w1", "w2", "w3")[0].double()
     quantize_(experts, "mxfp4")
     x = torch.randn(TOKENS, HIDDEN, dtype=torch.float64)
@@ -213,7 +213,7 @@ def test_experts_forward_of_torchtitan() -> None:
 # What is no stack
 
 
-def test_a_module_list_of_linears_is_linears() -> None:
+def test_module_list_of_linears_is_quantized_as_linears() -> None:
     from transformers.models.switch_transformers.configuration_switch_transformers import SwitchTransformersConfig
     from transformers.models.switch_transformers.modeling_switch_transformers import SwitchTransformersExperts
 
@@ -241,7 +241,7 @@ def test_experts_in_embeddings_are_left_alone() -> None:
     assert {row.kind for row in summary(block).quantized} == {"linear"}
 
 
-def test_a_class_of_a_known_name_from_elsewhere_is_not_known() -> None:
+def test_known_class_name_in_another_package_has_no_layout() -> None:
     class Llama4TextExperts(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -349,7 +349,7 @@ def test_a_layout_that_does_not_fit_the_module_is_refused() -> None:
         quantize_(Misnamed(), "mxfp4")
 
 
-def test_a_stack_that_is_none_is_refused_before_any_change() -> None:
+def test_rows_that_num_experts_does_not_divide_are_refused_before_any_change() -> None:
     class Flat(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -368,7 +368,7 @@ def test_a_stack_that_is_none_is_refused_before_any_change() -> None:
     assert block.w1.shape == (4, 16, 32)
 
 
-def test_tied_stacks_of_two_orientations_are_left_alone() -> None:
+def test_tied_stacks_with_different_k_axes_are_skipped() -> None:
     class AlongLast(Mine):
         pass
 

@@ -28,7 +28,7 @@ def own_gate(block: Any) -> None:
 
 
 @pytest.mark.parametrize("change", [hooked, own_activation, own_gate])
-def test_a_gate_that_was_changed_is_called(change: Callable[[Any], None]) -> None:
+def test_changed_gate_is_not_replaced_by_a_kernel(change: Callable[[Any], None]) -> None:
     """Not the one that kernels know by the block's class."""
     block = build(*MIXTRAL)
     assert known_gate(transformers_gate, block) is not None

@@ -160,7 +160,7 @@ def test_one_expert_a_token_and_all(k: int) -> None:
     assert_block(experts_forward(experts, *arguments), block64(experts, *arguments, "mxfp4"), BOUND)
 
 
-def test_no_token() -> None:
+def test_no_tokens() -> None:
     experts, (x, ids, weights) = block(GPT_OSS), tokens()
     assert experts_forward(experts, x[:0], ids[:0], weights[:0]).shape == (0, HIDDEN)
 
@@ -201,7 +201,7 @@ def test_sorting_is_stable_and_offsets_are_ends() -> None:
     assert routed.token_S[:4].tolist() == [0, 2, 0, 1]
 
 
-def test_the_result_is_the_same_on_every_run_and_in_every_company() -> None:
+def test_result_is_deterministic_and_independent_of_token_order() -> None:
     experts, (x, ids, weights) = block(GPT_OSS), tokens(16)
     y = experts_forward(experts, x, ids, weights)
     assert torch.equal(experts_forward(experts, x, ids, weights), y)
@@ -333,7 +333,7 @@ BROKEN = {
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("name", BROKEN)
-def test_a_broken_step_is_noticed(name: str, implementation: str) -> None:
+def test_reference_with_a_broken_step_does_not_match(name: str, implementation: str) -> None:
     """With inputs that reach the clamp (7) on both sides, and a top-k in which no weight is 1."""
     experts, (x, ids, weights) = block(GPT_OSS), tokens()
     x = 10 * x
@@ -365,7 +365,7 @@ def test_each_bias_counts(name: str) -> None:
         lambda x, ids, weights: (x.unsqueeze(0), ids, weights),
     ],
 )
-def test_shapes_that_do_not_belong_together_are_refused(change: Callable[..., tuple[Tensor, Tensor, Tensor]]) -> None:
+def test_mismatched_shapes_are_refused(change: Callable[..., tuple[Tensor, Tensor, Tensor]]) -> None:
     experts, arguments = block(GPT_OSS), tokens(7)
     with pytest.raises(
         ValueError, match=r"hidden_states \[T, H\], top_k_index \[T, k\] and top_k_weights \[T, k\]; got"
@@ -373,7 +373,7 @@ def test_shapes_that_do_not_belong_together_are_refused(change: Callable[..., tu
         experts_forward(experts, *change(*arguments))
 
 
-def test_ids_of_any_integer_type_and_of_no_other() -> None:
+def test_ids_are_of_any_integer_dtype_only() -> None:
     experts, (x, ids, weights) = block(GPT_OSS), tokens()
     expected = experts_forward(experts, x, ids, weights)
     for dtype in (torch.int8, torch.uint8, torch.int16, torch.int32):

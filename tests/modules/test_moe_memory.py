@@ -51,14 +51,14 @@ def test_experts_are_never_dequantized_all_at_once(
     assert used.largest <= EXPERT
 
 
-def test_dequantizing_would_be_noticed() -> None:
+def test_memory_check_notices_dequantizing() -> None:
     """The control of the test above."""
     block = experts("grouped_mm")
     quantize_(block, "mxfp4")
     assert allocations(lambda: dequantize_(copy.copy(block))).peak > E * EXPERT // 2
 
 
-def test_quantizing_a_stack_takes_little_beside_it() -> None:
+def test_quantizing_a_stack_needs_little_extra_memory() -> None:
     """The result and the temporaries of one expert, whichever axis is K."""
     block = experts("eager")
     used = allocations(lambda: quantize_(copy.copy(block), "mxfp4"))

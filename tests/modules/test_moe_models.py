@@ -83,7 +83,7 @@ def test_most_of_the_parameters_are_quantized(make: Any) -> None:
 
 
 @pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
-def test_weight_only_models_equal_their_dequantized_selves(make: Any) -> None:
+def test_weight_only_model_matches_its_dequantized_model(make: Any) -> None:
     model = make()
     quantize_(model, {"weight": "mxfp4", "activation": None})
     dense = copy.deepcopy(model)
@@ -108,7 +108,7 @@ def test_the_implementations_agree(make: Any, dtype: torch.dtype) -> None:
         assert (y - expected).norm() < (1e-6 if dtype == torch.float64 else 0.1) * expected.norm()
 
 
-def test_a_block_that_is_not_quantized_is_left_to_transformers() -> None:
+def test_unquantized_block_runs_transformers_code() -> None:
     """Under "mxquant", where one layer was left out or nothing is quantized at all."""
     model = qwen3_moe("mxquant", hidden_size=64, moe_intermediate_size=64)
     ids = torch.randint(128, (2, 9))
@@ -120,7 +120,7 @@ def test_a_block_that_is_not_quantized_is_left_to_transformers() -> None:
 
 
 @pytest.mark.parametrize("left_out", ["gate_up_proj", "down_proj"])
-def test_one_weight_of_a_block_may_be_left_out(left_out: str) -> None:
+def test_one_weight_of_a_block_can_stay_unquantized(left_out: str) -> None:
     model = gpt_oss(intermediate_size=64)
     quantize_(model, {"moe": {"weight": "mxfp4", "activation": None}, f"*.experts.{left_out}": None})
     ids = torch.randint(128, (2, 9))
@@ -147,7 +147,7 @@ def test_mappings_reach_experts() -> None:
     }
 
 
-def test_explain_tells_of_each_weight() -> None:
+def test_explain_lists_each_weight() -> None:
     model = gpt_oss()
     quantize_(model, "mxfp4")
     experts = model.model.layers[0].mlp.experts
@@ -237,7 +237,7 @@ def test_a_block_compiles_with_gradients() -> None:
 
 @pytest.mark.parametrize("format", ["mxfp4", "nvfp4"])
 @pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
-def test_a_model_survives_saving_and_copying(make: Any, format: str) -> None:
+def test_model_is_equal_after_saving_and_copying(make: Any, format: str) -> None:
     model = make()
     names = list(model.state_dict())
     quantize_(model, format)

@@ -48,7 +48,7 @@ def poison_unused_bits(weight: MXTensor) -> int:
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("hidden, intermediate", SIZES)
 @pytest.mark.parametrize("name", BLOCKS)
-def test_nothing_beyond_the_sizes_counts(name: str, hidden: int, intermediate: int, format: str) -> None:
+def test_padding_does_not_change_the_result(name: str, hidden: int, intermediate: int, format: str) -> None:
     experts = make(name, hidden, intermediate)
     quantize_(experts, format)
     x = torch.randn(5, hidden, dtype=torch.float64)

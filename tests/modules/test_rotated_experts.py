@@ -52,7 +52,7 @@ def test_weight_only(make: type[Experts], format: str, rotation: int) -> None:
     assert (y - experts_forward(original, *arguments)).norm() > 0.05 * y.norm()  # four bits cost something
 
 
-def test_activations_are_quantized_in_the_rotated_frame() -> None:
+def test_activations_are_rotated_before_they_are_quantized() -> None:
     """Outliers in one place of the input, which ruin their blocks' neighbours, are spread."""
     experts = Experts()
     x, ids, weights = tokens()
@@ -66,7 +66,7 @@ def test_activations_are_quantized_in_the_rotated_frame() -> None:
     assert error[32] < 0.7 * error[None]  # seen: 0.16 and 0.31
 
 
-def test_a_width_that_is_no_multiple_is_refused_before_anything_changes() -> None:
+def test_width_that_the_rotation_does_not_divide_is_refused_before_any_change() -> None:
     experts = Experts(width=40)
     with pytest.raises(ValueError, match=r"down \(3, 64, 40\): rotation=32 needs"):
         quantize_(experts, {"moe": {"weight": "mxfp4", "rotation": 32}})
