@@ -1,7 +1,7 @@
 """The config dataclasses, their shorthands, and the mappings from names to configs.
 
-A config says what a linear computes: the weight's format and scale mode, the activation's, and who multiplies. It is
-validated when it is built, all but the backend's name, which `quantize_` looks up: more may be registered until then.
+A config gives the scheme of a weight, the algorithm that finds its codes, and the backend. It is validated when it is
+built. Only the backend's name is looked up later, by `quantize_`, as backends may be registered until then.
 
 The classes derive from `torchao.core.config.AOBaseConfig`, so that `torchao.quantization.quantize_` takes them too.
 """
@@ -21,23 +21,23 @@ from mxquant.formats.spec import FORMAT_ALIASES, WEIGHT_FORMATS, get_format
 from mxquant.scheme import Scheme
 
 KINDS = ("linear", "moe")
-"""What a mapping names by kind: the weights of `nn.Linear` modules, and the stacked experts of MoE blocks."""
+"""The kinds of weights that a mapping can name: of `nn.Linear` modules, and stacked experts of MoE blocks."""
 ALGORITHMS = ("rtn", "gptq")
-"""How the codes of weights are found: rounding to nearest, or GPTQ with its default settings."""
+"""How codes are found: by rounding to nearest, or by GPTQ with its default settings."""
 EVERY_KIND = "linear and moe"
-"""The key of a config that was given alone, for whichever kinds a model has."""
+"""The key of a config that was given without a mapping."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class GPTQ:
-    """How GPTQ finds codes; see `mxquant.algorithms`. `algorithm="gptq"` in a config means the defaults.
+    """Settings of GPTQ; see `mxquant.algorithms`. `algorithm="gptq"` in a config means the defaults.
 
     Args:
         damping: added to the Hessian's diagonal, as a share of its mean; positive.
-        act_order: round the columns of the largest inputs first. Scales are then those of the weight as it was.
-        sequential: each layer is calibrated on what the quantized layers before it give; else on what the model gave
-            before it was quantized, in about half the time.
-        min_tokens: a weight, or one expert, that sees fewer is rounded to nearest.
+        act_order: round the columns of the largest inputs first. Scales are then those of the original weight.
+        sequential: calibrate each layer on the outputs of the quantized layers before it; else on those of the original
+            model, which takes about half the time.
+        min_tokens: a weight, or one expert, that sees fewer tokens is rounded to nearest.
 
     Raises:
         ValueError, TypeError: a value of the wrong kind or out of range.
@@ -60,7 +60,7 @@ class GPTQ:
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class _MXConfig(AOBaseConfig):
-    """What the configs share: the fields (documented at `MXFP4Config`) and their validation."""
+    """The fields that all configs share (documented at `MXFP4Config`), and their validation."""
 
     activation: str | None = "same"
     scale_mode: str = "even"
@@ -90,7 +90,7 @@ class _MXConfig(AOBaseConfig):
 
     @property
     def gptq(self) -> GPTQ | None:
-        """The settings of GPTQ; None where weights are rounded to nearest."""
+        """The settings of GPTQ; None if weights are rounded to nearest."""
         if isinstance(self.algorithm, GPTQ):
             return self.algorithm
         return GPTQ() if self.algorithm == "gptq" else None
@@ -101,7 +101,7 @@ class _MXConfig(AOBaseConfig):
         return [f"{option.name}={value!r}" for option, value in values if value != option.default]
 
     def __repr__(self) -> str:
-        """Short, because mappings name a config for each weight: what is not said is the default."""
+        """Without the fields that have their defaults, as mappings show a config for each weight."""
         return f"{type(self).__name__}({', '.join(self.changes())})"
 
     def __post_init__(self) -> None:
@@ -129,12 +129,12 @@ class MXFP4Config(_MXConfig):
     Args:
         activation: the format that activations are quantized to in the matmul: "same" as the weight's, another format's
             name ("mxfp8", "fp8_e4m3", ...), or None for weight-only.
-        scale_mode: how the weight's scales are found: "floor", "even", "ceil", "rceil", "even_fp4", or "mse" by search.
-        activation_scale_mode: the same for activations; None is their format's own default, whatever `scale_mode` is.
-        backend: who multiplies; "auto" takes the first in the registry's order that computes this config exactly.
-        rotation: 32 rotates weights, and activations in the matmul, by a Hadamard matrix in every block, which spreads
-            outliers over it; K has to be a multiple of 32. None: no rotation.
-        algorithm: how codes are found: "rtn", rounding to nearest; "gptq" or a `GPTQ` with its settings, which needs
+        scale_mode: of the weight's scales: "floor", "even", "ceil", "rceil", "even_fp4", or "mse" by search.
+        activation_scale_mode: of the activations' scales; None: their format's default, whatever `scale_mode` is.
+        backend: "auto" for the first registered backend that computes this config exactly, or a backend's name.
+        rotation: 32 to rotate each block of weights, and of activations in the matmul, by a Hadamard matrix, which
+            spreads outliers over the block; K must be a multiple of 32. None: no rotation.
+        algorithm: how codes are found: "rtn" (rounding to nearest), or "gptq" or a `GPTQ(...)`, which need
             `quantize_(..., calibration=batches)`.
 
     Raises:
@@ -186,8 +186,8 @@ class NVFP4Config(_MXConfig):
 
     Args:
         activation, activation_scale_mode, backend, algorithm: as for `MXFP4Config`.
-        scale_mode: "even": block scales are rounded to the nearest E4M3 value; or "four_over_six": a block's maximum
-            becomes 6 or 4, by the smaller error.
+        scale_mode: "even" (block scales are rounded to the nearest E4M3 value), or "four_over_six" (each block's
+            maximum becomes 6 or 4, whichever gives the smaller error).
         rotation: as for `MXFP4Config`, but 16.
     """
 
@@ -244,7 +244,7 @@ _ACCEPTED = (
 
 
 def resolve_config(value: object) -> _MXConfig | None:
-    """The config that `value` stands for, or None where it says to skip.
+    """`value` as a config; None if it is None, which skips a weight.
 
     Args:
         value: a config; a weight format's name; a dict with "weight" (a format's name) and fields of a config; or None.
@@ -266,10 +266,10 @@ def resolve_config(value: object) -> _MXConfig | None:
 
 
 def resolve_mapping(config: object) -> dict[str, _MXConfig | None]:
-    """`config` as a mapping from keys (kinds, names, patterns) to configs, None where a key skips.
+    """`config` as a mapping from keys (kinds, names, patterns) to configs, or to None for what is skipped.
 
-    A single config means every linear and all experts. A dict is a single config if it has "weight" and else only a
-    config's fields.
+    A single config applies to every linear and all experts. A dict is a single config if it has the key "weight" and
+    otherwise only fields of a config.
 
     Raises:
         ValueError, TypeError: as `resolve_config`, naming the key; an empty mapping; None; a key that is not a string.
@@ -285,7 +285,7 @@ def resolve_mapping(config: object) -> dict[str, _MXConfig | None]:
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:
-    """ "; did you mean ...?" where `known` has a name near to `name`, else nothing."""
+    """ "; did you mean ...?" if `known` has a name similar to `name`, else ""."""
     near = difflib.get_close_matches(name, list(known), n=1)
     return f"; did you mean {near[0]!r}?" if near else ""
 

@@ -1,6 +1,6 @@
-"""Who multiplies: the backends' protocol, their registry, and the backends, one a file."""
+"""Implementations of the matmul: their protocol, their registry, and the backends, one file each."""
 
-from mxquant.backends.base import ANY_LAYOUT, Backend, Groups, Layout, Operand, Problem
+from mxquant.backends.base import ANY_LAYOUT, DGRAD, FORWARD, Backend, Groups, Layout, Operand, Problem
 from mxquant.backends.kernel_choice import KernelChoice, TunableBackend
 from mxquant.backends.registry import (
     backend_of_layout,
@@ -14,6 +14,8 @@ from mxquant.backends.registry import (
 
 __all__ = [
     "ANY_LAYOUT",
+    "DGRAD",
+    "FORWARD",
     "Backend",
     "Groups",
     "Layout",

@@ -1,9 +1,8 @@
-"""The protocol of a backend: a matmul of activations with a quantized weight, or of groups of rows with a stack of
-them, on plain tensors and a description of the problem.
+"""The protocol of a backend, an implementation of the matmul: `Backend`, and what it is given.
 
-A backend never sees the tensor subclass. It answers for each problem whether it takes it or why not; it takes one
-only where it computes exactly what the problem says: the same codes, the same activation quantization, nothing
-clamped and nothing dropped.
+A backend gets plain tensors (`Operand`, `Groups`) and a description (`Problem`), never the tensor subclass. For each
+problem it says that it takes it, or why not. It takes only what it computes exactly as stated: the same codes, the same
+quantization of activations, nothing clamped, nothing dropped.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ contracts across the blocks, as the gradient of the layer's input does.
 """
 CANONICAL = "canonical"
 ANY_LAYOUT = "any"
-"""Stands for the layout of a weight that is yet to be prepared."""
+"""The layout of a weight that is not prepared yet."""
 
 
 class Operand(NamedTuple):
@@ -37,14 +36,14 @@ class Operand(NamedTuple):
     scale: Tensor
     per_tensor_scale: Tensor | None = None
     activation_scale: Tensor | None = None
-    """Static fp32 scale of the activations, where a checkpoint brings one: 0-dim, or [E, 1, 1] for a stack of E."""
+    """Static fp32 scale of the activations: 0-dim, or [E, 1, 1] for a stack of E."""
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Operand:
-        """`function` of each tensor that is there."""
+        """`function` applied to each tensor that is not None."""
         return Operand(*(None if tensor is None else function(tensor) for tensor in self))  # type: ignore[arg-type]
 
     def matrix(self, index: int) -> Operand:
-        """One matrix of a stack [E, N, ...]; its scales are 0-dim where they are one for each matrix."""
+        """Matrix `index` of a stack [E, N, ...]. A scale that the stack has per matrix is 0-dim."""
         matrices = self.qdata.shape[0]
 
         def scale_of(scale: Tensor | None) -> Tensor | None:
@@ -58,19 +57,19 @@ class Operand(NamedTuple):
 
 
 class Groups(NamedTuple):
-    """Which rows are multiplied with which matrix of a stack: rows sorted by matrix."""
+    """Which rows are multiplied with which matrix of a stack. Rows are sorted by matrix."""
 
     offsets: Tensor
-    """int32 [E]: where the rows of each matrix end. Rows beyond the last belong to none, and give zeros."""
+    """int32 [E]: where the rows of each matrix end. Rows beyond the last have no matrix; their results are zero."""
     rows: Tensor | None = None
-    """int64 [S]: the row of the input that stands at each sorted place; None: the input is sorted itself."""
+    """int64 [S]: for each sorted row its index in the input; None: the input itself is sorted."""
 
     def count(self, x: Tensor) -> int:
         """Rows of the result, for input `x`."""
         return x.shape[0] if self.rows is None else self.rows.shape[0]
 
     def on_host(self) -> Iterator[tuple[int, slice]]:
-        """Each matrix that has rows, and its sorted places. Reads the offsets, which a GPU has to wait for."""
+        """Each matrix that has rows, with the slice of its sorted rows. Synchronizes with the GPU."""
         start = 0
         for index, end in enumerate(self.offsets.tolist()):
             if end > start:
@@ -78,7 +77,7 @@ class Groups(NamedTuple):
                 start = end
 
     def pick(self, x: Tensor, places: slice) -> Tensor:
-        """The rows of the input that stand at `places`."""
+        """The input rows of a slice of sorted rows."""
         return x[places] if self.rows is None else x[self.rows[places]]
 
 
@@ -146,28 +145,35 @@ class Problem:
 
 
 def no_device(problem: Problem, needed: str) -> str:
-    """Why a problem without a compute capability is declined by a backend that runs on `needed`."""
+    """The reason of a backend that needs a GPU against a problem without a compute capability.
+
+    Args:
+        needed: the GPU, as in "an NVIDIA GPU".
+    """
     if problem.device.type == "cuda":
         return "no CUDA device is here, so it cannot be asked"
     return f"needs {needed}, this is {problem.device.type}"
 
 
 class Layout(abc.ABC):
-    """A backend's own arrangement of a weight's bytes: of equal size, and invertible, so that nothing is held twice.
+    """A backend's own arrangement of a weight's bytes.
 
-    Codes and scales stay in two tensors, and the leading axes of a stack of matrices stay in front, so that a matrix
-    can be picked out. What is saved, sliced or sharded is always the canonical form. `quantize_`, `copy_` and
-    `.to(device)` prepare a weight. One that is not prepared (a slice, a tensor put in place of a parameter) goes to a
-    backend that reads canonical bytes; only where the backend was named it is packed, at every call.
+    It is invertible and keeps the number of bytes, so that nothing is held twice. Codes and scales stay two tensors.
+    The leading axes of a stack stay in front, so that a matrix can be indexed. Saving, slicing and sharding convert to
+    the canonical layout.
+
+    `quantize_`, `copy_` and `.to(device)` pack a weight. A weight that is not packed (a slice, a tensor assigned to a
+    parameter) goes to a backend that reads canonical bytes. If the backend was named, it is packed at every call.
     """
 
     name: ClassVar[str]
 
     @abc.abstractmethod
     def pack(self, qdata: Tensor, scale: Tensor, fmt: Format) -> tuple[Tensor, Tensor] | None:
-        """Canonical uint8 tensors [..., N, bytes] and [..., N, blocks] to this layout's, of the same bytes in all.
+        """From canonical uint8 tensors [..., N, bytes] and [..., N, blocks] to this layout's, of the same total bytes.
 
-        None if these values cannot be arranged so; the next backend is then asked.
+        Returns:
+            the two tensors; None if the layout cannot hold these values: the next backend is then asked.
         """
 
     @abc.abstractmethod
@@ -184,20 +190,19 @@ class Backend(abc.ABC):
     layout: ClassVar[Layout | None] = None
     """The layout its weights are kept in; None: it reads the canonical bytes."""
     rotates: ClassVar[bool] = False
-    """Whether it rotates the input where the problem has a rotation: in fp32, rounded to the input's dtype, as
-    `mxquant.reference.hadamard`. Worth it where the next kernel quantizes.
+    """Whether it applies `problem.rotation` to the input itself: in fp32, rounded to the input's dtype, as
+    `mxquant.reference.hadamard`. Saves a launch where its kernel quantizes the input anyway.
     """
     gates: ClassVar[bool] = False
-    """Whether its `grouped_matmul` along the blocked axis applies `problem.gate` to its input, bit by bit as
-    `mxquant.kernels.moe.gated_activation`. `reject` is asked without.
+    """Whether its `grouped_matmul`, in forward, applies `problem.gate` to the input, with the bits of
+    `mxquant.ops.gated_activation`. `reject` is asked about problems without a gate.
     """
 
     @abc.abstractmethod
     def reject(self, problem: Problem) -> str | None:
-        """None if this backend computes `problem` exactly as stated, else the reason why not, in a few words. Never
-        raises.
+        """None if this backend computes `problem` exactly as stated, else the reason why not, in a few words.
 
-        The problem's layout is not its concern: the registry sees to it that the weight is in its own.
+        Never raises. Need not look at the problem's layout: the registry does.
         """
 
     @abc.abstractmethod
@@ -205,33 +210,33 @@ class Backend(abc.ABC):
         """The product, bias added, in `problem.dtype`.
 
         Args:
-            x: [M, K], or [M, N] where the contraction is "unblocked"; M may be 0; any strides.
-            weight: one 2-D weight, in this backend's layout.
-            bias: [N] ([K] where "unblocked"), any floating dtype, or None.
+            x: [M, K], in dgrad [M, N]; M may be 0; any strides.
+            weight: one matrix, in this backend's layout.
+            bias: [N], in dgrad [K], of any floating dtype; or None.
 
         Returns:
-            [M, N], or [M, K].
+            [M, N], in dgrad [M, K].
         """
 
     def grouped_matmul(
         self, x: Tensor, weights: Operand, bias: Tensor | None, groups: Groups, problem: Problem
     ) -> Tensor:
-        """Each group of rows times its own matrix, where `problem.experts` is not 0.
+        """Each group of rows times its own matrix, for a problem whose `experts` is not 0.
 
-        Here one matmul an expert that has rows, with the offsets read on the host. A backend with a grouped kernel
-        overrides this; one whose matmul does not serve experts says so in `reject`.
+        This implementation calls `matmul` for each expert that has rows, and reads the offsets on the host. A backend
+        with a grouped kernel overrides it. A backend that does not serve experts says so in `reject`.
 
         Args:
-            x: [S, K] sorted by expert, or [T, K] in any order with `groups.rows`; N instead of K where "unblocked", 2K
-                with a gate.
-            weights: a stack of E matrices in this backend's layout, the experts in front.
-            bias: [E, N] ([E, K] where "unblocked"), any floating dtype, or None.
+            x: [S, K] sorted by expert, or [T, K] in any order with `groups.rows`; N instead of K in dgrad, 2K with a
+                gate.
+            weights: a stack of E matrices in this backend's layout.
+            bias: [E, N], in dgrad [E, K], of any floating dtype; or None.
 
         Returns:
-            [S, N], or [S, K], in `problem.dtype`; zero beyond the last group.
+            [S, N], in dgrad [S, K], in `problem.dtype`; zero beyond the last group.
         """
         y = x.new_zeros(groups.count(x), problem.width, dtype=problem.dtype)
-        for expert, places in groups.on_host():
-            added = None if bias is None else bias[expert]
-            y[places] = self.matmul(groups.pick(x, places), weights.matrix(expert), added, problem)
+        for expert, rows in groups.on_host():
+            bias_N = None if bias is None else bias[expert]
+            y[rows] = self.matmul(groups.pick(x, rows), weights.matrix(expert), bias_N, problem)
         return y

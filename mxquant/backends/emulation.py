@@ -15,7 +15,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from mxquant.backends.base import Backend, Groups, Operand, Problem
+from mxquant.backends.base import FORWARD, Backend, Groups, Operand, Problem
 from mxquant.formats.block import dequantize_blocks
 from mxquant.formats.spec import Format, get_format
 from mxquant.reference.fake_quantize import fake_quantize
@@ -48,8 +48,7 @@ class Emulation(Backend):
             return super().grouped_matmul(x, weights, bias, groups, problem)
         # Every row once, however many experts it goes to.
         values, outer = _prepare(x, weights, problem)
-        width = problem.out_features if problem.contraction == "blocked" else problem.in_features
-        y = x.new_zeros(groups.count(x), width, dtype=problem.dtype)
+        y = x.new_zeros(groups.count(x), problem.width, dtype=problem.dtype)
         for expert, places in groups.on_host():
             factor = None if outer is None else groups.pick(outer, places)
             added = None if bias is None else bias[expert]
@@ -74,7 +73,7 @@ def _prepare(x: Tensor, weight: Operand, problem: Problem) -> tuple[Tensor, Tens
 def _multiply(x: Tensor, outer: Tensor | None, weight: Operand, bias: Tensor | None, problem: Problem) -> Tensor:
     """The product of a prepared input with one matrix."""
     fmt = get_format(problem.weight)
-    multiply = _multiply_blocked if problem.contraction == "blocked" else _multiply_unblocked
+    multiply = _multiply_forward if problem.contraction == FORWARD else _multiply_dgrad
     factors = [factor for factor in (outer, weight.per_tensor_scale) if factor is not None]
     if not factors:
         return multiply(x, weight, None if bias is None else bias.to(x.dtype), problem, fmt).to(problem.dtype)
@@ -93,7 +92,7 @@ def _arithmetic_dtype(problem: Problem) -> torch.dtype:
     return torch.bfloat16 if problem.dtype == torch.bfloat16 and not has_outer_factor else torch.float32
 
 
-def _multiply_blocked(x: Tensor, weight: Operand, bias: Tensor | None, problem: Problem, fmt: Format) -> Tensor:
+def _multiply_forward(x: Tensor, weight: Operand, bias: Tensor | None, problem: Problem, fmt: Format) -> Tensor:
     """x [M, K] @ w[N, K].T, over chunks of the weight's rows.
 
     Each chunk gives whole rows of the transposed product, in place: into columns it would have to be copied.
@@ -109,7 +108,7 @@ def _multiply_blocked(x: Tensor, weight: Operand, bias: Tensor | None, problem: 
     return y_NM.t().contiguous()
 
 
-def _multiply_unblocked(x: Tensor, weight: Operand, bias: Tensor | None, problem: Problem, fmt: Format) -> Tensor:
+def _multiply_dgrad(x: Tensor, weight: Operand, bias: Tensor | None, problem: Problem, fmt: Format) -> Tensor:
     """x [M, N] @ w[N, K], over chunks of the weight's blocks, so that no partial sums are added up."""
     assert fmt.block_size is not None
     n, end = problem.out_features, problem.block_offset + problem.in_features

@@ -1,4 +1,4 @@
-"""Which backends there are, in the order they are asked, and which one serves a problem."""
+"""The registered backends in the order in which they are asked, and the choice of one for a problem."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ _B = TypeVar("_B", bound=type[Backend])
 
 
 def register_backend(cls: _B, before: str = Emulation.name) -> _B:
-    """Add a backend, asked before the one named `before`; usable as a class decorator.
+    """Add a backend, to be asked before the one named `before`. Usable as a class decorator.
 
     Args:
         cls: a subclass of `mxquant.backends.Backend` with a new `name`.
         before: an existing backend's name; by default emulation, which takes everything.
 
     Raises:
-        TypeError: `cls` is not a concrete subclass of Backend with a name, or it sets `gates` and leaves
-            `grouped_matmul`, where they are applied, as it is.
+        TypeError: `cls` is not a concrete subclass of Backend with a name, or sets `gates` without overriding
+            `grouped_matmul`, which applies them.
         ValueError: its name or its layout's name is taken or reserved, or `before` is unknown.
     """
     if not (isinstance(cls, type) and issubclass(cls, Backend)):
@@ -57,7 +57,7 @@ def register_backend(cls: _B, before: str = Emulation.name) -> _B:
 
 
 def unregister_backend(name: str) -> None:
-    """Remove a backend that `register_backend` added; weights kept in its layout can no longer be used.
+    """Remove a backend that `register_backend` added. Weights in its layout can no longer be used.
 
     Raises:
         ValueError: no such backend, or emulation, which everything falls back to.
@@ -69,7 +69,7 @@ def unregister_backend(name: str) -> None:
 
 
 def list_backends() -> list[str]:
-    """Names of the registered backends, in the order they are asked."""
+    """Names of the registered backends, in the order in which they are asked."""
     return list(_backends)
 
 
@@ -109,7 +109,7 @@ def _reject(backend: Backend, problem: Problem) -> str | None:
 
 
 def select(problem: Problem, requested: str = "auto") -> Backend:
-    """The first backend that takes `problem`, or the requested one, which may have to convert the weight's layout.
+    """The first backend that takes `problem`; or the requested one, even if the weight is not in its layout.
 
     Raises:
         ValueError: the requested backend is unknown, or rejects the problem.
@@ -119,7 +119,7 @@ def select(problem: Problem, requested: str = "auto") -> Backend:
 
 @functools.lru_cache(maxsize=4096)
 def preferences(problem: Problem, requested: str = "auto") -> tuple[Backend, ...]:
-    """The backends that take `problem`, best first; of a requested backend, it alone.
+    """The backends that take `problem`, best first; or the requested one alone.
 
     Raises:
         ValueError: the requested backend is unknown, or rejects the problem.
@@ -141,7 +141,7 @@ def preferences(problem: Problem, requested: str = "auto") -> tuple[Backend, ...
 
 @functools.cache
 def _log_emulation(device_type: str) -> None:
-    """Once a process and device type: it explains a slow run, and more lines would bury it."""
+    """Warn once a process and device type that a run is slow and why."""
     _logger.warning(
         "no native backend computes this matmul on %s: emulating it (dequantize, then an ordinary matmul). "
         "mxquant.explain(layer) gives each backend's reason",

@@ -11,7 +11,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from mxquant.backends.base import Backend, Operand, Problem, no_device
+from mxquant.backends.base import FORWARD, Backend, Operand, Problem, no_device
 from mxquant.formats.spec import get_format
 from mxquant.kernels import has_triton
 
@@ -57,7 +57,7 @@ class Triton(Backend):
             factors += [] if outer is None else [outer]
         length, offset = problem.in_features, problem.block_offset
         w = dequantize(weight.qdata, weight.scale, fmt, length, block_offset=offset, dtype=torch.bfloat16)
-        w = w if problem.contraction == "blocked" else w.t()
+        w = w if problem.contraction == FORWARD else w.t()
         if not factors and bias is None and problem.dtype == torch.bfloat16:
             return torch.mm(x, w.t())
         # A bias too is added in fp32: F.linear rounds the product to bf16 first.

@@ -1,4 +1,4 @@
-"""From an MXTensor to the weight of a layer: which class, which backend and which layout serve it on its device."""
+"""Which backend multiplies with an MXTensor, and the class and layout that it needs as the weight of a layer."""
 
 from __future__ import annotations
 
@@ -23,11 +23,12 @@ def describe(
     contraction: str = FORWARD,
     device: torch.device | None = None,
 ) -> Problem:
-    """The problem that a matmul with `weight` poses: a matrix, or a stack of experts.
+    """The problem of a matmul with `weight`, a matrix or a stack of experts.
 
     Args:
         dtype: of the other operand; None: the weight's own.
-        device: to ask about another device than the weight's, where it would be prepared anew.
+        contraction: `FORWARD` or `DGRAD`.
+        device: where the matmul would run, with the weight packed for the backend there; None: the weight's device.
     """
     metadata, shape, here = weight.metadata, weight.shape, weight.qdata.device
     if device is not None and device != here:
@@ -39,15 +40,15 @@ def describe(
 def problem_of(
     metadata: Metadata, shape: Sequence[int], device: torch.device, dtype: torch.dtype, contraction: str, experts: int
 ) -> Problem:
-    """The problem of a weight of that metadata and logical shape.
+    """The problem of a weight of that metadata and logical shape. Equal problems are one object.
 
     Args:
         experts: matrices of a grouped matmul; 0 for a matmul with one matrix at a time.
     """
-    # While a graph is traced the sizes may be symbolic: a choice of backend specializes on them.
+    # Sizes may be symbolic while a graph is traced. The choice of a backend specializes on them.
     n, k = int(shape[-2 if metadata.axis == -1 else -1]), int(shape[metadata.axis])
     scheme = metadata.scheme if contraction == FORWARD else _weight_alone(metadata.scheme.weight)
-    # By position, in the order of the fields: names take as long as all the rest.
+    # By position, as keywords would double the time of this function.
     return _one_problem(
         scheme,
         n,
@@ -62,14 +63,14 @@ def problem_of(
     )
 
 
-# Equal problems are one object, made once: making one takes most of the time of a description, at every matmul.
+# Every matmul describes its problem. Constructing one takes longer than finding it.
 _one_problem = functools.lru_cache(maxsize=4096)(Problem)
 _weight_alone = functools.cache(Scheme)
 
 
 @functools.lru_cache(maxsize=4096)
 def with_gate(problem: Problem, gate: GatedActivation) -> Problem:
-    """The same, the input going through `gate` first."""
+    """The problem with `gate` applied to the input first."""
     return dataclasses.replace(problem, gate=gate)
 
 
@@ -82,7 +83,7 @@ def _capability(device: torch.device) -> tuple[int, int] | None:
 
 
 def requested_backend(weight: MXTensor) -> str:
-    """The backend that its matmuls ask for: emulation for an EmulatedMXTensor, else what was requested."""
+    """The backend that a matmul with `weight` asks for: emulation for an EmulatedMXTensor, else `weight.backend`."""
     return "emulation" if isinstance(weight, EmulatedMXTensor) else weight.backend
 
 
@@ -102,7 +103,7 @@ def choose_backend(weight: MXTensor, problem: Problem) -> tuple[Backend, MXTenso
 
 
 def as_weight(tensor: MXTensor, backend: str = "auto") -> MXTensor:
-    """`tensor` as the weight of a layer: of the class and in the layout of the backend that serves it on its device.
+    """`tensor` as the weight of a layer: of the class and in the layout of the backend that multiplies with it.
 
     Raises:
         ValueError: `backend` is unknown, or rejects the problem (with its reason).
@@ -122,8 +123,9 @@ def as_weight(tensor: MXTensor, backend: str = "auto") -> MXTensor:
 
 
 def as_moved_weight(tensor: MXTensor, backend: str) -> MXTensor:
-    """`as_weight` after a change of device: a requested backend that cannot serve there is kept, and says why when
-    used.
+    """`as_weight` after a change of device.
+
+    A requested backend that does not take the weight there is kept. It raises with its reason at the first matmul.
     """
     if backend != "auto" and tensor.dim() >= 2 and get_backend(backend).reject(describe(tensor)) is not None:
         return _as_class(MXTensor, tensor, backend)
@@ -135,7 +137,7 @@ def _as_class(cls: type[MXTensor], tensor: MXTensor, backend: str) -> MXTensor:
 
 
 def in_layout_of(backend: Backend, tensor: MXTensor) -> MXTensor | None:
-    """The tensor in the layout that `backend` reads: itself where it is so already; None if its values do not fit.
+    """The tensor in the layout of `backend`, itself if it is; None if the layout cannot hold its values.
 
     Raises:
         ValueError: the layout does not keep the number of bytes.

@@ -44,24 +44,23 @@ def quantize(
             (compressed-tensors' MXFP8), "mse" (of even's exponent and the one below, that of the least squared error);
             None: the format's default, even, for MXFP8 rceil. NVFP4 has "even" and "four_over_six".
         axis: the axis that blocks run along; its length need not be a multiple of the block.
-        nonfinite: "nan": a block that holds NaN or Inf decodes to NaN (scale byte 255, codes 0); "raise": a
-            ValueError names the first.
-        per_tensor_scale: NVFP4 only: the fp32 multiplier to use, one element, or one for each leading index with ones
-            elsewhere (the logical shape with some sizes 1, the blocked axis among them). None: amax / 2688 (amax /
-            1536 in mode four_over_six) of the finite elements of all of `x`.
-        canonical_zero: write +0 for every zero (as AMD Quark does) instead of keeping its sign.
-        rotation: the format's block size: quantize the values times a block Hadamard along the axis, in fp32
-            (`mxquant.reference.hadamard`). The tensor stands for `x` all the same: `dequantize` rotates back, and a
-            matmul rotates its other operand.
+        nonfinite: "nan": a block that holds NaN or Inf decodes to NaN (scale byte 255, codes 0). "raise": raise a
+            ValueError that names the first one.
+        per_tensor_scale: NVFP4 only: the fp32 multiplier, of one element, or of the shape of `x` with some sizes 1,
+            the blocked axis among them. None: amax / 2688 (amax / 1536 in mode four_over_six) of the finite elements
+            of `x`.
+        canonical_zero: encode -0 as +0, as AMD Quark does.
+        rotation: None, or the format's block size: rotate each block by a Hadamard matrix in fp32 before quantizing
+            (`mxquant.reference.hadamard`). `dequantize` rotates back; a matmul rotates its other operand.
 
     Returns:
         An MXTensor of x's shape, dtype and device, weight-only.
 
     Raises:
-        TypeError: `x` is not a floating tensor of those dtypes.
-        ValueError: a wrong option, an empty tensor, an axis out of range, a superfluous per-tensor scale, fp64 beyond
-            fp32's range, a rotation that does not fit.
-        NotImplementedError: `x` is on the meta device or is quantized already.
+        TypeError: `x` is not a tensor of these dtypes.
+        ValueError: an unknown option, an empty tensor, an axis out of range, a per-tensor scale for another format,
+            fp64 beyond fp32's range, or a rotation that does not fit.
+        NotImplementedError: `x` is on the meta device or already quantized.
     """
     scheme = Scheme(format, scale_mode=scale_mode, rotation=rotation)
     fmt = get_format(scheme.weight)
@@ -105,7 +104,7 @@ def _check_input(x: Tensor, axis: int, nonfinite: str) -> None:
 
 
 def _physical_per_tensor_scale(fmt: Format, scale: Tensor, x: Tensor, axis: int) -> Tensor:
-    """A given per-tensor scale as stored: 0-dim, or of the physical rank with 1 for the blocked axis."""
+    """A given per-tensor scale as it is stored: 0-dim, or with the blocked axis, of size 1, last."""
     if not fmt.per_tensor:
         raise ValueError(f"per_tensor_scale is superfluous for {fmt.name}, only nvfp4 has one; leave it out")
     check_multiplier("per_tensor_scale", scale, x.device)
@@ -158,7 +157,7 @@ def _quantize_op(
     rotation: int | None,
 ) -> list[Tensor]:
     result = _quantize(x, format, mode, per_tensor_scale, canonical_zero, raises, rotation)
-    # An operator's results may not alias its inputs.
+    # NOTE: results of an operator must not alias its inputs.
     return [t.clone() if t is per_tensor_scale else t for t in result]
 
 

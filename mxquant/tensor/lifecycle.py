@@ -1,4 +1,4 @@
-"""Copies, conversions and comparison of MXTensors: what happens to a weight between being made and being multiplied."""
+"""Operators that copy, convert, allocate or compare MXTensors."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ aten = torch.ops.aten
 
 
 def _keep_attributes(old: MXTensor, new: MXTensor) -> MXTensor:
-    """What others put on a parameter stays on what `module.to()` and `nn.Parameter(...)` replace it with."""
+    """`new` with the attributes that other code put on `old`: `module.to()` and `nn.Parameter(...)` replace tensors."""
     new.__dict__.update(old.foreign_attributes())
     return new
 
@@ -54,9 +54,7 @@ def to_copy(
     non_blocking: bool = False,
     memory_format: Any = None,
 ) -> MXTensor:
-    """A change of dtype renames what the values are given as; a change of device moves the bytes and chooses the
-    class anew.
-    """
+    """A new dtype is that of the decoded values. A new device moves the bytes and chooses class and backend again."""
     metadata = tensor.metadata if dtype is None else dataclasses.replace(tensor.metadata, dtype=check_dtype(dtype))
     if device is None or torch.device(device) == tensor.device:
         return _keep_attributes(tensor, tensor.rewrap(tensor.operand.map(torch.clone), metadata))
@@ -68,7 +66,7 @@ def to_copy(
 
 @implements(aten.copy_.default)
 def copy_(destination: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
-    """Copy bytes between quantized tensors of one format. Nothing is quantized or dequantized on the way."""
+    """Copy bytes between quantized tensors of the same scheme. Nothing is quantized or dequantized."""
     if not isinstance(destination, MXTensor):
         raise TypeError(
             f"cannot copy {source!r} into an ordinary {destination.dtype} tensor: that would dequantize it silently. "
@@ -105,9 +103,7 @@ def copy_(destination: Tensor, source: Tensor, non_blocking: bool = False) -> Te
 
 @implements(aten.new_zeros.default)
 def new_zeros(tensor: MXTensor, size: Sequence[int], **options: Any) -> MXTensor:
-    """Quantized zeros in the same format; in another shape, the blocked axis stands at the same distance from the
-    end.
-    """
+    """Quantized zeros in the same format, blocked along the same axis counted from the end."""
     return _new(tensor, size, torch.Tensor.new_zeros, **options)
 
 
@@ -135,12 +131,10 @@ def _new(
     device: torch.device | None = None,
     **options: Any,
 ) -> MXTensor:
-    """`layout`, `pin_memory` and `memory_format` in `options` mean nothing here: the inner tensors are contiguous
-    bytes.
-    """
+    """Ignores `layout`, `pin_memory` and `memory_format` in `options`: the inner tensors are contiguous bytes."""
     tensor = tensor.canonical()
     fmt = block_format(tensor)
-    # A tensor like another takes the other's bytes; one of a new shape begins at a block border.
+    # A tensor of the same shape will hold the same bytes. Another begins at a block border.
     offset = tensor.metadata.block_offset if tuple(size) == tuple(tensor.shape) else 0
     dtype = tensor.metadata.dtype if dtype is None else check_dtype(dtype)
     if len(size) < -tensor.axis:
@@ -162,11 +156,11 @@ def _new(
 
 @implements(aten.equal.default)
 def equal(a: Any, b: Any) -> bool:
-    """Whether two quantized tensors have one format, shape, and the same codes and scales; padding is not looked at."""
+    """Whether two quantized tensors have the same format, shape, codes and scales. Padding is ignored."""
     for one, other in ((a, b), (b, a)):
         if not isinstance(one, MXTensor):
             raise TypeError(f"cannot compare {other!r} with an ordinary tensor; compare its .dequantize()")
-    if tuple(a.shape) != tuple(b.shape) or _of_bytes(a) != _of_bytes(b):
+    if tuple(a.shape) != tuple(b.shape) or _of_values(a) != _of_values(b):
         return False
     a, b = a.canonical(), b.canonical()
     scales = (a.per_tensor_scale, b.per_tensor_scale)
@@ -177,8 +171,8 @@ def equal(a: Any, b: Any) -> bool:
     )
 
 
-def _of_bytes(tensor: MXTensor) -> Metadata:
-    """What the values depend on: the metadata but for layout and activations."""
+def _of_values(tensor: MXTensor) -> Metadata:
+    """The metadata that the values depend on: without layout and activations."""
     scheme = Scheme(tensor.format, rotation=tensor.metadata.scheme.rotation)
     return dataclasses.replace(tensor.metadata, scheme=scheme, layout=CANONICAL)
 
@@ -201,5 +195,5 @@ def pin_memory(tensor: MXTensor, device: torch.device | None = None) -> MXTensor
 
 @implements(aten._has_compatible_shallow_copy_type.default)
 def has_compatible_shallow_copy_type(a: Tensor, b: Tensor) -> bool:
-    """No: `param.data = other` cannot exchange inner tensors, so that `module.to()` swaps the tensors instead."""
+    """False: `param.data = other` cannot exchange inner tensors. `module.to()` then swaps the tensors instead."""
     return False

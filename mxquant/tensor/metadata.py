@@ -1,4 +1,4 @@
-"""What a quantized tensor knows beside its bytes: frozen, hashable, and saved as versioned JSON."""
+"""Metadata of a quantized tensor: frozen, hashable, and saved as versioned JSON."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from mxquant.backends.base import CANONICAL
 from mxquant.scheme import Scheme
 
 VERSION = 1
@@ -23,7 +24,7 @@ _FIELDS = frozenset((*_SCHEME_FIELDS, "version", "format", "axis", "dtype", "blo
 
 
 def check_dtype(dtype: torch.dtype) -> torch.dtype:
-    """`dtype`, if a quantized tensor can stand for one of that dtype.
+    """`dtype`, if the values of a quantized tensor can have it.
 
     Raises:
         TypeError: it is not bf16, fp16, fp32 or fp64.
@@ -52,18 +53,18 @@ def logical_shape(physical: Sequence[int], axis: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Metadata:
-    """Everything but the shape, which the tensor itself has (and which may be symbolic while a graph is traced)."""
+    """All that describes a quantized tensor but its shape, which may be symbolic while a graph is traced."""
 
     scheme: Scheme
-    """Without `scale_mode`, which a weight that is quantized no longer needs."""
+    """Its `scale_mode` is None: the scales exist already."""
     axis: int
-    """The blocked axis, negative; physically it is always last."""
+    """The blocked axis, negative. Physically it is always last."""
     dtype: torch.dtype
-    """Of the values that the tensor stands for: what `dequantize()` gives."""
+    """Of the decoded values."""
     block_offset: int = 0
-    """Codes that precede the first element in its block: where a slice starts off a block border."""
-    layout: str = "canonical"
-    """Of the inner tensors in memory; what is saved is always canonical."""
+    """Codes before the first element in its block, where a slice starts inside a block."""
+    layout: str = CANONICAL
+    """Of the inner tensors in memory. Files always have the canonical one."""
     version: int = VERSION
 
     def __post_init__(self) -> None:
@@ -81,11 +82,11 @@ class Metadata:
             object.__setattr__(self, "scheme", dataclasses.replace(self.scheme, scale_mode=None))
 
     def with_scheme(self, **changes: Any) -> Metadata:
-        """The same, with `changes` to fields of the scheme."""
+        """A copy with `changes` to fields of the scheme."""
         return dataclasses.replace(self, scheme=dataclasses.replace(self.scheme, **changes))
 
     def to_json(self, shape: tuple[int, ...] | None = None) -> str:
-        """JSON of the fields, and of the logical shape where given."""
+        """The fields, and the logical shape if given, as JSON."""
         scheme = self.scheme
         fields: dict[str, Any] = {
             "version": self.version,
@@ -103,7 +104,7 @@ class Metadata:
 
 @functools.lru_cache(maxsize=4096)
 def metadata_from_json(text: str) -> tuple[Metadata, tuple[int, ...] | None]:
-    """The inverse of `Metadata.to_json`: the metadata and the shape, if it was written.
+    """The inverse of `Metadata.to_json`: the metadata, and the shape or None.
 
     Raises:
         ValueError: not JSON of the known fields, or an unknown version.
@@ -112,7 +113,7 @@ def metadata_from_json(text: str) -> tuple[Metadata, tuple[int, ...] | None]:
 
 
 def metadata_from_fields(fields: Any) -> tuple[Metadata, tuple[int, ...] | None]:
-    """The metadata and shape in a JSON object that `Metadata.to_json` wrote.
+    """`metadata_from_json` of the parsed JSON object.
 
     Raises:
         ValueError: a field is missing, unknown or of the wrong kind, or the version is unknown.

@@ -1,7 +1,7 @@
-"""MXTensor: a tensor subclass that holds packed codes and scales and behaves as the tensor they stand for.
+"""MXTensor: a tensor subclass that holds packed codes and scales and behaves as the tensor that they encode.
 
-Its operators live in tables of their own (`views`, `lifecycle`, `matmul`), filled at import through `implements`. An
-operation that cannot be done on packed codes raises and names `.dequantize()`: nothing dequantizes by itself.
+Its operators are in `views`, `lifecycle`, `matmul` and `grouped`, which register them in `dispatch`. An operation that
+cannot be done on packed codes raises and names `.dequantize()`: nothing dequantizes implicitly.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ _SHARED_ACTIVATION_SCALE = (
 )
 _INNER = ("qdata", "scale", "per_tensor_scale", "activation_scale")
 _NO_MEMORY = 1 << 62  # beyond what processors and GPUs can address
-# Raised where an operator of `torch.ops.mxquant` changes its arguments: graphs compiled for the old ones are on disk.
+# NOTE: increase it when an operator of `torch.ops.mxquant` changes its arguments: compile caches on users' disks hold
+# graphs that call the old one.
 _OPERATORS = 3
 _OWN_ATTRIBUTES = frozenset((*_INNER, "metadata", "backend", "_is_param"))
 
@@ -37,16 +38,17 @@ _OWN_ATTRIBUTES = frozenset((*_INNER, "metadata", "backend", "_is_param"))
 class MXTensor(torch.Tensor):
     """A tensor of any rank, quantized in blocks along one axis.
 
-    Made by `mxquant.quantize`, `MXTensor.from_qdata` and `mxquant.quantize_`. Shape and dtype are those of the values
-    it stands for, strides are dense, `nbytes` are the real bytes.
+    Made by `mxquant.quantize`, `MXTensor.from_qdata` and `mxquant.quantize_`. `shape` and `dtype` are those of the
+    decoded values, strides are dense, `nbytes` counts the real bytes.
 
     Attributes:
-        qdata: uint8 packed codes, [..., packed bytes]: the other axes in order, the blocked axis last.
-        scale: uint8 scale bits, [..., blocks]: E8M0, or E4M3 for NVFP4.
-        per_tensor_scale: NVFP4's fp32 multiplier, 0-dim or [..., 1] over the other axes; None for MX formats.
-        activation_scale: static fp32 scale of the activations, 0-dim or [E, 1, 1] for a stack; or None.
+        qdata: packed codes, uint8 [..., packed bytes]: the other axes in order, the blocked axis last.
+        scale: scale bits, uint8 [..., blocks]: E8M0, or E4M3 for NVFP4.
+        per_tensor_scale: NVFP4's multiplier, fp32, 0-dim or [..., 1] over the other axes; None for MX formats.
+        activation_scale: static scale of the activations, fp32, 0-dim or [E, 1, 1] for a stack; or None. Set it with
+            `with_activation`: `metadata.scheme` says whether there is one.
         metadata: the frozen `Metadata`.
-        backend: the backend asked for, "auto" for the best; in memory only, never saved.
+        backend: name of the requested backend, or "auto". Never saved.
     """
 
     qdata: Tensor
@@ -64,7 +66,7 @@ class MXTensor(torch.Tensor):
         backend: str = "auto",
         requires_grad: bool = False,
     ) -> MXTensor:
-        if isinstance(operand, MXTensor):  # `type(parameter)(value, requires_grad=...)`: so accelerate moves weights
+        if isinstance(operand, MXTensor):  # accelerate moves weights by `type(parameter)(value, requires_grad=...)`
             return cast(MXTensor, torch.nn.Parameter(operand, requires_grad))
         if metadata is None:
             raise TypeError("MXTensor is made by mxquant.quantize or MXTensor.from_qdata, not of values alone")
@@ -80,7 +82,7 @@ class MXTensor(torch.Tensor):
             device=operand.qdata.device,
             requires_grad=requires_grad,
         )
-        # Here and not in __init__, which would run for the parameter above too.
+        # NOTE: not in __init__, which would run for the parameter above too.
         tensor.qdata, tensor.scale, tensor.per_tensor_scale, tensor.activation_scale = operand
         tensor.metadata, tensor.backend = metadata, backend
         return tensor
@@ -95,17 +97,16 @@ class MXTensor(torch.Tensor):
         axis: int = -1,
         per_tensor_scale: Tensor | None = None,
     ) -> MXTensor:
-        """An MXTensor of codes and scales that exist already, used as they are, without a copy.
+        """An MXTensor around existing codes and scales, without a copy.
 
         Args:
-            qdata: uint8 [..., packed bytes], the blocked axis last. `torch.float8_e4m3fn` and similar are taken as
-                their bits.
-            scale: uint8 bits [..., blocks]; `torch.float8_e8m0fnu` and `torch.float8_e4m3fn` are taken as their bits.
+            qdata: uint8 [..., packed bytes], the blocked axis last. 8-bit floats are taken as their bits.
+            scale: uint8 [..., blocks]. 8-bit floats are taken as their bits.
             format: a weight format's name.
-            shape: logical shape; None: that of `qdata` with whole bytes' worth of codes, `axis` in its place.
-            dtype: bf16, fp16, fp32 or fp64: what the tensor stands for.
+            shape: logical shape; None: as many codes as fill the bytes of `qdata`, with `axis` in its place.
+            dtype: of the decoded values: bf16, fp16, fp32 or fp64.
             axis: the blocked axis in the logical shape.
-            per_tensor_scale: fp32 multiplier, for NVFP4 and only for it: one element, or [..., 1] over the other axes.
+            per_tensor_scale: for NVFP4 only: fp32 multiplier, one element, or [..., 1] over the other axes.
 
         Raises:
             ValueError: a shape does not fit, or a per-tensor scale is missing or superfluous.
@@ -151,13 +152,11 @@ class MXTensor(torch.Tensor):
 
     @data.setter
     def data(self, value: Tensor) -> None:
-        """Set the bytes to another tensor's of the same kind; torch's own setter would leave them silently as they
-        are.
-        """
+        """Take the inner tensors of another MXTensor. torch's own setter would silently change nothing."""
         alike = isinstance(value, MXTensor) and value.metadata == self.metadata
         if not isinstance(value, MXTensor) or not alike or value.shape != self.shape or value.device != self.device:
             raise TypeError(
-                f"cannot set the data of {self!r} to {brief(value)}: format, dtype, shape and device must be the same. "
+                f"cannot set the data of {self!r} to {brief(value)}: metadata, shape and device must be the same. "
                 "Assign a new torch.nn.Parameter to the module instead"
             )
         self.qdata, self.scale, self.per_tensor_scale, self.activation_scale = value.operand
@@ -168,8 +167,9 @@ class MXTensor(torch.Tensor):
         return Operand(self.qdata, self.scale, self.per_tensor_scale, self.activation_scale)
 
     def data_ptr(self) -> int:
-        """An address that is one for tensors of one memory, by which accelerate knows tied weights. Nothing lies there:
-        a kernel that took packed codes for values fails, and does not read on.
+        """An address that tensors of the same memory share: accelerate recognizes tied weights by it.
+
+        Nothing is stored there, so that a kernel that mistakes packed codes for values fails.
         """
         address = self.qdata.data_ptr()
         return address | _NO_MEMORY if address else 0
@@ -180,28 +180,33 @@ class MXTensor(torch.Tensor):
         return sum(tensor.nbytes for tensor in self.operand if tensor is not None)
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
-        """The values as an ordinary, contiguous tensor of the logical shape, in `dtype` or the tensor's own.
+        """The values as an ordinary, contiguous tensor of the logical shape, in `dtype` (default: the tensor's own).
 
-        code x scale (x per-tensor scale), rotated back if rotated, in fp32 or fp64, then cast once. Not differentiable.
+        Computed as code x scale (x per-tensor scale) in fp32 or fp64, rotated back if rotated, and rounded once. Not
+        differentiable.
+
+        Raises:
+            TypeError: `dtype` is not bf16, fp16, fp32 or fp64.
         """
         return dequantize(self.operand, self.metadata, self.shape, self.metadata.dtype if dtype is None else dtype)
 
     def with_activation(
         self, activation: str | None, scale_mode: str | None = None, scale: Tensor | None = None
     ) -> MXTensor:
-        """The same bytes under another rule for the activations.
+        """The same bytes, with activations quantized otherwise.
 
-        The rule holds for every matmul that contracts along the blocked axis, whoever makes it: a weight-only tensor
-        is the one to use where gradients run along that axis (the backward of `x @ weight` across the blocks).
+        NOTE: the format applies to every matmul along the blocked axis, gradients included. If the forward contracts
+        across the blocks (`x @ weight` of a weight [K, N] blocked along N), use a weight-only tensor.
 
         Args:
             activation: an activation format's name, or None for weight-only.
-            scale_mode: of an MX format; None: its default.
-            scale: static fp32 scale (NVFP4's per-tensor scale, FP8's scale), one element, or one for each matrix of a
-                stack [E, ...]; None: dynamic.
+            scale_mode: of a format that has modes; None: its default.
+            scale: static fp32 scale (NVFP4's per-tensor scale, FP8's scale): one element, or E for a stack of E
+                matrices; None: computed at run time.
 
         Raises:
-            ValueError: unknown format or mode, or a scale that the format cannot have.
+            ValueError: an unknown format or mode, or a scale that the format cannot have or of a wrong shape.
+            TypeError: a scale that is not fp32 on the tensor's device.
         """
         metadata = self.metadata.with_scheme(
             activation=activation, activation_scale_mode=scale_mode, static_activation_scale=scale is not None
@@ -226,26 +231,26 @@ class MXTensor(torch.Tensor):
         metadata: Metadata | None = None,
         shape: Sequence[int] | None = None,
     ) -> MXTensor:
-        """A tensor of the same class and backend around other inner tensors, metadata or shape."""
+        """A tensor of the same class and backend with other inner tensors, metadata or shape."""
         shape = self.shape if shape is None else shape
         if torch.is_inference_mode_enabled() and not self.is_inference():
-            # A view of an ordinary tensor is an ordinary tensor, also where it is taken.
+            # A view of a tensor made outside inference mode is no inference tensor either.
             with torch.inference_mode(False):
                 return type(self)(operand, metadata or self.metadata, shape, self.backend)
         return type(self)(operand, metadata or self.metadata, shape, self.backend)
 
     def canonical(self) -> MXTensor:
-        """The same tensor in the canonical layout: itself, or rebuilt from a backend's own layout."""
+        """The same tensor in the canonical layout; itself if it is."""
         if self.metadata.layout == CANONICAL:
             return self
         return self.rewrap(*canonical_form(self.operand, self.metadata, self.shape))
 
     def foreign_attributes(self) -> dict[str, Any]:
-        """Python attributes that others put on the tensor (weight loaders, sharding marks), for a replacement."""
+        """Attributes that other code put on the tensor (weight loaders, sharding marks). A replacement keeps them."""
         return {name: value for name, value in self.__dict__.items() if name not in _OWN_ATTRIBUTES}
 
     def parameter_mark(self) -> dict[str, Any]:
-        """The attribute by which `nn.Parameter` knows a subclass instance as its own; a copy has it too."""
+        """The attribute that makes a subclass instance an `nn.Parameter`. A copy keeps it."""
         return {"_is_param": True} if isinstance(self, torch.nn.Parameter) else {}
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -255,7 +260,7 @@ class MXTensor(torch.Tensor):
         kind, dtype = f"{scheme.weight}, {scheme.precision}{rotated}", str(self.dtype).removeprefix("torch.")
         return f"{type(self).__name__}({kind}, shape={tuple(self.shape)}, dtype={dtype}, device={self.device}{grad})"
 
-    # --- saving and sharing, where torch's own versions reach for a storage ---
+    # Copying and sharing: torch's own versions need a storage. Pickling is in `state`.
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MXTensor:
         if id(self) in memo:
@@ -271,7 +276,7 @@ class MXTensor(torch.Tensor):
         return copied
 
     def requires_grad_(self, requires_grad: bool = True) -> MXTensor:
-        """Stays False: codes take no gradient, though `load_state_dict(assign=True)` asks for one."""
+        """Does nothing: codes have no gradient. `load_state_dict(assign=True)` calls it."""
         return self
 
     def share_memory_(self) -> MXTensor:
@@ -283,7 +288,7 @@ class MXTensor(torch.Tensor):
     def is_shared(self) -> bool:
         return all(inner.is_shared() for inner in self.operand if inner is not None)
 
-    # --- the subclass protocol ---
+    # The protocol of wrapper subclasses.
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[Metadata, str]]:
         return [name for name in _INNER if getattr(self, name) is not None], (self.metadata, self.backend)
@@ -297,13 +302,13 @@ class MXTensor(torch.Tensor):
         return cls(operand, metadata, outer_size, backend)
 
     def _stable_hash_for_caching(self) -> str:
-        """What a compile cache may key on instead of the object: the class, its metadata and what graphs call."""
+        """The key of this tensor's kind in compile caches: the class, metadata, backend and the operators' version."""
         return f"{type(self).__name__}:{self.metadata.to_json()}:{self.backend}:{_OPERATORS}"
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        # Around the short cut too: it reads many properties, and each would come back here.
+        # The short cut is inside: it reads attributes of the tensor, and each would come back here.
         with torch._C.DisableTorchFunctionSubclass():
             if (short_cut := FUNCTIONS.get(func)) is not None and not torch.compiler.is_compiling():
                 result = short_cut(*args, **kwargs)
@@ -319,7 +324,7 @@ class MXTensor(torch.Tensor):
         implementation = OPERATORS.get(func)
         if implementation is not None:
             return implementation(*args, **kwargs)
-        # In inference mode composite operators arrive whole: what they are made of may be in the table.
+        # In inference mode composite operators are not decomposed on the way here.
         result = func.decompose(*args, **kwargs)
         if result is not NotImplemented:
             return result
@@ -330,14 +335,15 @@ class MXTensor(torch.Tensor):
 
 
 class EmulatedMXTensor(MXTensor):
-    """An MXTensor whose matmuls are emulated: what `quantize_` makes where no native backend computes the config on
-    the weight's device, or where backend="emulation" is named. Moving to another device chooses the class anew; it is
-    saved as an MXTensor.
+    """An MXTensor whose matmuls are emulated.
+
+    `quantize_` makes it where no native backend computes the config on the weight's device, or if backend="emulation"
+    is named. Moving to another device chooses the class again. It is saved as an MXTensor.
     """
 
 
 def brief(value: Any) -> str:
-    """One short line about any tensor, its values left out."""
+    """One short line about any tensor, without its values."""
     if isinstance(value, Tensor) and not isinstance(value, MXTensor):
         return f"an ordinary tensor of shape {tuple(value.shape)}, {value.dtype}, on {value.device}"
     return repr(value)
@@ -348,7 +354,7 @@ def block_format(tensor: MXTensor) -> Format:
 
 
 def _dense_strides(shape: Sequence[int], axis: int) -> tuple[int, ...]:
-    """Strides of a dense tensor whose axis `axis` is innermost: contiguous, or the transpose of contiguous."""
+    """Strides of a dense tensor whose innermost axis is `axis`."""
     physical = physical_shape(shape, axis)
     strides = [1]
     for size in reversed(physical[1:]):

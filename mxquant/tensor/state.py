@@ -1,6 +1,6 @@
 """Saving: plain tensors and string metadata for safetensors, and pickling.
 
-What is saved is the canonical bytes and a versioned JSON: neither a backend, nor its layout, nor the emulation class.
+Both save the canonical bytes and versioned JSON. Backend, layout and the emulation class are not saved.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ SAVED_PARTS = ("qdata", "scale", "per_tensor_scale", "activation_scale")
 def flatten_state_dict(state_dict: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
     """A state dict as plain tensors and string metadata, which `safetensors.torch.save_file` takes.
 
-    Each MXTensor `name` becomes `name.qdata`, `name.scale` and, where it has them, `name.per_tensor_scale` and
-    `name.activation_scale`; other tensors stay as they are. Of tied tensors, quantized or not, the first is written.
+    Each MXTensor `name` becomes `name.qdata`, `name.scale` and, if it has them, `name.per_tensor_scale` and
+    `name.activation_scale`. Other tensors stay as they are. Of tied tensors, quantized or not, the first is written.
 
     Returns:
-        the tensors; and {"mxquant": JSON of version, each quantized tensor's metadata, and whom each other tied name
-        stands for}.
+        the tensors; and {"mxquant": JSON}, which holds the version, the metadata of each quantized tensor, and the name
+        of the written tensor for each other tied name.
 
     Raises:
-        ValueError: a name of the flattened form is taken by another tensor.
+        ValueError: two tensors would get the same name.
         TypeError: not a mapping of names to tensors.
     """
     if not isinstance(state_dict, Mapping) or not all(isinstance(tensor, Tensor) for tensor in state_dict.values()):
@@ -63,7 +63,7 @@ def flatten_state_dict(state_dict: Mapping[str, Tensor]) -> tuple[dict[str, Tens
 
 
 def _place(tensor: Tensor) -> tuple[Any, ...] | None:
-    """What tied tensors have in common: the memory and how it is seen; None where there is none."""
+    """What tied tensors have in common: memory, shape, strides and dtype; None for a tensor without memory."""
     inner = tensor.qdata if isinstance(tensor, MXTensor) else tensor
     if tensor.is_meta or inner.numel() == 0 or tensor.layout != torch.strided:
         return None
@@ -75,8 +75,8 @@ def unflatten_state_dict(tensors: Mapping[str, Tensor], metadata: Mapping[str, s
     unquantized model.
 
     Raises:
-        ValueError: the metadata is missing, damaged or of an unknown version, or a tensor is missing or does not fit.
-        TypeError: not two mappings.
+        ValueError: the metadata is missing, damaged or of an unknown version; or a tensor is missing or does not fit.
+        TypeError: an argument is not a mapping.
     """
     for given in (tensors, {} if metadata is None else metadata):  # None: a file that was saved without
         if not isinstance(given, Mapping):
@@ -108,7 +108,11 @@ def unflatten_state_dict(tensors: Mapping[str, Tensor], metadata: Mapping[str, s
 
 
 def parse_metadata(metadata: Mapping[str, str]) -> tuple[dict[str, Any], dict[str, str]]:
-    """What `flatten_state_dict` wrote of quantized tensors, and of tied names."""
+    """The fields of each quantized tensor and the tied names that `flatten_state_dict` wrote.
+
+    Raises:
+        ValueError: the metadata is missing, damaged or of an unknown version.
+    """
     if METADATA_KEY not in metadata:
         raise ValueError(
             f"no {METADATA_KEY!r} in the metadata (it has {sorted(metadata)}); pass on the metadata that "
@@ -130,7 +134,7 @@ def parse_metadata(metadata: Mapping[str, str]) -> tuple[dict[str, Any], dict[st
 
 
 def rebuild(operand: tuple[Tensor | None, ...], metadata: str, attributes: dict[str, Any]) -> MXTensor:
-    """What a pickled MXTensor calls when loaded."""
+    """Unpickle an MXTensor. NOTE: pickles on users' disks name this function by its module."""
     parsed, shape = metadata_from_json(metadata)
     assert shape is not None
     checked = check_operand(Operand(*operand), parsed, shape)  # type: ignore[arg-type]
@@ -158,7 +162,7 @@ torch.serialization.add_safe_globals([rebuild, MXTensor, EmulatedMXTensor])
 
 @implements_function(torch.Tensor.storage)
 def storage(tensor: MXTensor) -> NoReturn:
-    """There is none; safetensors' `save_file` and transformers' `save_pretrained` ask for one.
+    """Refuse: an MXTensor has no storage. safetensors' `save_file` and transformers' `save_pretrained` ask for one.
 
     Raises:
         TypeError: always.

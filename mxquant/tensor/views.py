@@ -1,8 +1,8 @@
-"""Views of an MXTensor: the same bytes under another shape.
+"""Operators that reshape, slice, index or join MXTensors.
 
-Physically the blocked axis is last and keeps whole blocks, so every slice is a view: one that starts inside a block
-keeps that block and remembers its `block_offset`. The other axes are plain leading axes of the inner tensors, and an
-operator on them is the same operator there. An axis is mapped between the logical and the physical order by `_lead`.
+Physically the blocked axis is last and holds whole blocks. A slice along it is a view: one that starts inside a block
+keeps the block and records its `block_offset`. The other axes are leading axes of the inner tensors, and an operator on
+them is the same operator on the inner tensors. `_lead` maps a logical axis to its physical position.
 """
 
 from __future__ import annotations
@@ -46,8 +46,7 @@ def map_lead(tensor: MXTensor, function: Callable[[Tensor], Tensor], *axes: int)
     """`function`, which acts on leading axes only, applied to every inner tensor that has them.
 
     Args:
-        axes: the physical axes that it acts on, by which a scale that is the same along the others keeps size 1 there;
-            none given: any.
+        axes: the physical axes that it acts on: a scale keeps size 1 along the others. None given: all.
     """
     lead = tensor.qdata.shape[:-1]
 
@@ -73,7 +72,7 @@ def permute(tensor: MXTensor, dims: Sequence[int]) -> MXTensor:
     blocked = tensor.axis % rank
     lead = [dim - (dim > blocked) for dim in order if dim != blocked]
     if lead == list(range(rank - 1)):
-        # Only the blocked axis moves, as in every transpose of a matrix: the bytes stay, in whatever layout.
+        # Only the blocked axis moves, as in a transpose of a matrix. The bytes stay as they are, in any layout.
         operand = tensor.operand
     else:
         tensor = tensor.canonical()
@@ -115,7 +114,7 @@ def _slice_blocked(tensor: MXTensor, start: int, end: int, shape: Sequence[int])
     fmt = block_format(tensor)
     assert fmt.block_size is not None
     offset = tensor.metadata.block_offset
-    # Metadata is plain data: a symbolic start specializes the graph.
+    # Metadata holds plain integers: a symbolic start specializes the graph.
     first_block, block_offset = divmod(int(offset + start), fmt.block_size)
     codes = slice(fmt.packed_size(first_block * fmt.block_size), fmt.packed_size(offset + end))
     blocks = slice(first_block, max(first_block, fmt.num_blocks(offset + end)))
@@ -136,15 +135,15 @@ def split(tensor: MXTensor, size: int, dim: int = 0) -> list[MXTensor]:
 
 @implements(aten.select.int)
 def select(tensor: MXTensor, dim: int, index: int) -> MXTensor:
-    tensor = _pickable(tensor, dim)
+    tensor = _indexable(tensor, dim)
     lead = _lead(tensor, dim)
     if lead is None:
         _refuse(tensor, "selecting one index of the blocked axis")
     return _drop_axis(tensor, map_lead(tensor, lambda inner: inner.select(lead, index), lead), dim)
 
 
-def _pickable(tensor: MXTensor, dim: int) -> MXTensor:
-    """The tensor in a layout of which parts along `dim` can be picked: any, where they are matrices of a stack."""
+def _indexable(tensor: MXTensor, dim: int) -> MXTensor:
+    """The tensor in a layout that can be indexed along `dim`: canonical, or any if it is a stack indexed by matrix."""
     is_stack = tensor.dim() == 3 and tensor.axis != -3 and dim in (0, -3)
     return tensor if is_stack else tensor.canonical()
 
@@ -182,7 +181,7 @@ def squeeze(tensor: MXTensor, dim: int | Sequence[int] | None = None) -> MXTenso
 
 @implements(aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten._reshape_alias.default)
 def view(tensor: MXTensor, shape: Sequence[int], stride: Sequence[int] | None = None) -> MXTensor:
-    """Reshape the axes on either side of the blocked axis, which stays whole."""
+    """Reshape the axes before and after the blocked axis."""
     shape = _infer_size(shape, tensor.numel())
     if tuple(shape) == tuple(tensor.shape):
         return tensor.rewrap(tensor.operand)
@@ -195,7 +194,7 @@ def view(tensor: MXTensor, shape: Sequence[int], stride: Sequence[int] | None = 
 
 
 def _reshape(tensor: MXTensor, shape: Sequence[int], blocked: int) -> MXTensor:
-    """The leading axes reshaped so that the logical shape is `shape`, with the blocked axis at index `blocked`."""
+    """The tensor of logical shape `shape`, the blocked axis at index `blocked`."""
     tensor = tensor.canonical()
     lead = [*shape[:blocked], *shape[blocked + 1 :]]
     operand = map_lead(tensor, lambda inner: inner.reshape(*lead, inner.shape[-1]))
@@ -221,7 +220,7 @@ def expand(tensor: MXTensor, size: Sequence[int], *, implicit: bool = False) -> 
 
 @implements(aten.index_select.default)
 def index_select(tensor: MXTensor, dim: int, index: Tensor) -> MXTensor:
-    tensor = _pickable(tensor, dim)
+    tensor = _indexable(tensor, dim)
     lead = _lead(tensor, dim)
     if lead is None:
         _refuse(tensor, "picking indices along the blocked axis")
@@ -232,12 +231,12 @@ def index_select(tensor: MXTensor, dim: int, index: Tensor) -> MXTensor:
 
 @implements(aten.index.Tensor)
 def index(tensor: MXTensor, indices: Sequence[Tensor | None]) -> MXTensor:
-    """`tensor[ids]` with one index tensor (or mask) for one axis that is not the blocked one."""
+    """`tensor[ids]` with one index tensor or mask, for an axis that is not blocked."""
     given = [(dim, ids) for dim, ids in enumerate(indices) if ids is not None]
     if len(given) != 1:
         _refuse(tensor, f"indexing with {len(given)} index tensors")
     dim, ids = given[0]
-    tensor = _pickable(tensor, dim) if ids.dim() == 1 else tensor.canonical()
+    tensor = _indexable(tensor, dim) if ids.dim() == 1 else tensor.canonical()
     lead = _lead(tensor, dim)
     if lead is None or (ids.dtype == torch.bool and ids.dim() != 1):
         _refuse(tensor, "picking indices along the blocked axis")
@@ -282,14 +281,14 @@ def _alike(first: MXTensor, other: Any) -> MXTensor:
 
 
 def _cat_scales(scales: Sequence[Tensor | None], parts: Sequence[MXTensor], lead: int) -> Tensor | None:
-    """One scale where all parts have the same, else one for each index of the axis along which they are joined."""
+    """One scale if all parts have the same, else one for each index of the axis along which they are joined."""
     given = [scale for scale in scales if scale is not None]
     if not given:
         return None
     if all(scale.dim() == 0 and torch.equal(scale, given[0]) for scale in given):
         return given[0]
     if all(math.prod(scale.shape) == (scale.shape[lead] if scale.dim() else 1) for scale in given):
-        # Nowhere but along this axis do they differ.
+        # They differ along this axis only.
         rank = parts[0].qdata.dim()
         sizes = [[part.qdata.shape[lead] if i == lead else 1 for i in range(rank)] for part in parts]
         flat = [scale if scale.dim() else scale.view([1] * rank) for scale in given]
@@ -299,14 +298,14 @@ def _cat_scales(scales: Sequence[Tensor | None], parts: Sequence[MXTensor], lead
 
 
 def _cat_activation_scales(parts: Sequence[MXTensor], lead: int) -> Tensor | None:
-    """Static scales belong to whole matrices: those of a stack may differ, those of one matrix's parts may not."""
+    """The static scales of the joined tensor: matrices of a stack may have different ones, parts of a matrix not."""
     joined = _cat_scales([part.activation_scale for part in parts], parts, lead)
     if joined is not None and joined.dim() and not (lead == 0 and parts[0].dim() == 3):
         scales = [part.activation_scale for part in parts]
         if any(s is None or scales[0] is None or not torch.equal(s, scales[0]) for s in scales):
             raise ValueError(
                 "only parts of one static activation scale can be joined to one matrix; call .dequantize() first to "
-                "join them as ordinary tensors, or .with_activation() for another rule"
+                "join them as ordinary tensors, or .with_activation() to give them another"
             )
         return scales[0]
     return joined
@@ -337,7 +336,7 @@ def stack(tensors: Sequence[Any], dim: int = 0) -> MXTensor:
 def as_strided(
     tensor: MXTensor, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None
 ) -> MXTensor:
-    """The tensor itself: no other strides have a meaning on packed codes."""
+    """The tensor itself: packed codes have no other strides."""
     if tuple(size) != tuple(tensor.shape) or tuple(stride) != tensor.stride() or storage_offset:
         _refuse(tensor, f"as_strided with shape {tuple(size)}, strides {tuple(stride)}, offset {storage_offset}")
     return tensor.rewrap(tensor.operand)

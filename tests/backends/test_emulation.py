@@ -13,7 +13,7 @@ PAIRS = [("mxfp4", None), ("mxfp4", "mxfp4"), ("mxfp8_e5m2", None), ("nvfp4", No
 @pytest.mark.parametrize("rows", [1, 2, 33])
 @pytest.mark.parametrize("kind", ["positive", "gaussian", "heavy_tailed"])
 @pytest.mark.parametrize("format, activation", PAIRS)
-def test_long_sums_in_bfloat16_lose_nothing_but_the_output_rounding(
+def test_long_sums_in_bfloat16_lose_only_the_output_rounding(
     format: str, activation: str | None, kind: str, rows: int
 ) -> None:
     """Accumulated in bfloat16, a sum of 4096 positive products would stop growing after 256 of them.
@@ -28,7 +28,7 @@ def test_long_sums_in_bfloat16_lose_nothing_but_the_output_rounding(
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_a_weight_beyond_one_chunk(format: str) -> None:
+def test_a_weight_of_several_chunks(format: str) -> None:
     """Larger than what is decoded at a time, and no multiple of it."""
     x, w = operands("gaussian", 3, 1056, 1100)
     assert w.nbytes > emulation._CPU_CHUNK
@@ -42,7 +42,9 @@ def test_a_weight_beyond_one_chunk(format: str) -> None:
 @pytest.mark.parametrize("chunk", [1, 400, 4000])
 @pytest.mark.parametrize("columns", [slice(None), slice(32, None), slice(7, 90)], ids=["whole", "from block 1", "off"])
 @pytest.mark.parametrize("format", FORMATS)
-def test_chunks_of_every_size(monkeypatch: pytest.MonkeyPatch, format: str, columns: slice, chunk: int) -> None:
+def test_chunks_of_any_size_give_the_same_product(
+    monkeypatch: pytest.MonkeyPatch, format: str, columns: slice, chunk: int
+) -> None:
     """Chunks of one row or one block; borders of chunks and of slices fall anywhere."""
     monkeypatch.setattr(emulation, "_CPU_CHUNK", chunk)
     weight = quantized(torch.randn(11, 100), format)[:, columns]

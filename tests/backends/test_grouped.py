@@ -113,7 +113,7 @@ def test_rows_are_gathered_and_multiplied_with_their_own_matrix(
         assert not across[5].any()
 
 
-def test_the_default_multiplies_once_for_each_matrix_with_rows() -> None:
+def test_the_default_grouped_matmul_calls_matmul_for_each_matrix_with_rows() -> None:
     register_backend(OneByOne)
     weight = quantized(torch.randn(E, N, K), "mxfp4", "mxfp4")
     OneByOne.calls.clear()
@@ -142,7 +142,7 @@ def test_a_grouped_kernel_gets_the_stack_and_tensors_on_the_device() -> None:
     assert len(GroupedOnly.given) == 2
 
 
-def test_scales_of_rows_are_refused_where_they_differ() -> None:
+def test_different_scales_for_the_rows_of_a_matrix_are_refused() -> None:
     """A matmul multiplies its sum with one per-tensor scale; a stack has one for each matrix."""
     parts = [quantize(torch.randn(E, N, K) * size, "nvfp4") for size in (1.0, 100.0)]
     weight = as_weight(torch.cat(parts, 1))
@@ -163,7 +163,7 @@ def test_scales_of_rows_are_refused_where_they_differ() -> None:
     ],
     ids=["too few offsets", "a batch", "too wide"],
 )
-def test_what_does_not_fit_is_refused(x: Tensor, groups: Groups) -> None:
+def test_operands_that_do_not_fit_are_refused(x: Tensor, groups: Groups) -> None:
     weight = quantized(torch.randn(E, N, K), "mxfp4")
     with pytest.raises(ValueError, match=r"takes an input \[S, K\]|does not fit"):
         grouped_product(x, weight, -1, groups)
@@ -171,7 +171,7 @@ def test_what_does_not_fit_is_refused(x: Tensor, groups: Groups) -> None:
 
 @pytest.mark.parametrize("gate", [GatedActivation(False), GatedActivation(True, 7.0, 1.702)])
 @pytest.mark.parametrize("rotation", [None, 32])
-def test_a_gate_is_applied_by_the_backend_that_says_so(gate: GatedActivation, rotation: int | None) -> None:
+def test_a_backend_that_sets_gates_applies_the_gate(gate: GatedActivation, rotation: int | None) -> None:
     """Not where it would have to come before a rotation that the backend leaves to others, nor across the blocks."""
     register_backend(Gating)
     k = 96
@@ -198,7 +198,7 @@ def test_a_gate_is_applied_by_the_backend_that_says_so(gate: GatedActivation, ro
 @pytest.mark.parametrize(
     "gate", [GatedActivation(False), GatedActivation(True, 7.0, 1.702), GatedActivation(True, 7.0, 1.5)]
 )
-def test_a_gate_in_a_graph(gate: GatedActivation) -> None:
+def test_a_gate_compiles_into_the_operator_or_before_it(gate: GatedActivation) -> None:
     """Of the operator where the backend applies it, else of torch's operators before it."""
     register_backend(Gating)
     weight = as_weight(quantize(torch.randn(E, N, K), "mxfp4").with_activation("mxfp4"))

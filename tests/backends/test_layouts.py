@@ -83,13 +83,13 @@ def test_the_weight_is_kept_in_the_backends_layout(canonical: MXTensor, served: 
     assert sum(t.nbytes for t in tensors) == canonical.nbytes
 
 
-def test_the_product_is_the_backends_and_right(canonical: MXTensor, served: MXTensor) -> None:
+def test_the_backend_multiplies_with_its_own_layout(canonical: MXTensor, served: MXTensor) -> None:
     x, bias = torch.randn(3, 72), torch.randn(6)
     assert_product(F.linear(x, served, bias), x.double(), decode64(canonical), bias)
     assert Mirror.calls == 1
 
 
-def test_reads_convert_back(canonical: MXTensor, served: MXTensor) -> None:
+def test_dequantize_and_other_reads_convert_to_canonical(canonical: MXTensor, served: MXTensor) -> None:
     assert torch.equal(served.dequantize(), canonical.dequantize())
     assert (served.shape, served.stride()) == (canonical.shape, canonical.stride())
     assert torch.equal(served, canonical)
@@ -110,7 +110,7 @@ SLICES = {
 
 
 @pytest.mark.parametrize("name", SLICES)
-def test_slices_and_shards_convert_back(canonical: MXTensor, served: MXTensor, name: str) -> None:
+def test_slices_and_shards_convert_to_canonical(canonical: MXTensor, served: MXTensor, name: str) -> None:
     part, expected = SLICES[name](served), SLICES[name](canonical)
     assert torch.equal(part.dequantize(), expected.dequantize())
     assert part.shape == expected.shape
@@ -135,7 +135,7 @@ def test_stacks_of_experts_and_their_parts(canonical: MXTensor) -> None:
     assert Mirror.calls > 0
 
 
-def test_matrices_are_picked_out_of_a_stack_as_they_lie(canonical: MXTensor) -> None:
+def test_matrices_of_a_stack_are_indexed_in_the_layout(canonical: MXTensor) -> None:
     """Converting a whole stack for one expert of it would cost more than the product."""
     stack = quantize(torch.randn(3, 6, 72), canonical.format)
     kept = as_weight(stack)
@@ -152,14 +152,14 @@ def test_matrices_are_picked_out_of_a_stack_as_they_lie(canonical: MXTensor) -> 
     assert_product(y[1:], x[1:].double(), w64[2])
 
 
-def test_a_tensor_that_was_never_prepared_is_multiplied_right(canonical: MXTensor) -> None:
+def test_a_tensor_that_is_not_packed_is_multiplied(canonical: MXTensor) -> None:
     """Chosen at the call, the backend still gets its own layout."""
     x = torch.randn(3, 72)
     assert_product(F.linear(x, canonical), x.double(), decode64(canonical))
     assert_product(x @ canonical.t(), x.double(), decode64(canonical))
 
 
-def test_gradients_pass(canonical: MXTensor, served: MXTensor) -> None:
+def test_gradients_pass_through_a_packed_weight(canonical: MXTensor, served: MXTensor) -> None:
     """The backward product contracts across the blocks, which this backend rejects: another one serves it."""
     x = torch.randn(3, 72, requires_grad=True)
     F.linear(x, served).sum().backward()
@@ -191,7 +191,7 @@ def test_deepcopy_and_clone_keep_the_layout(canonical: MXTensor, served: MXTenso
         assert torch.equal(twin.dequantize(), canonical.dequantize())
 
 
-def test_copy_rebuilds_between_layouts(canonical: MXTensor, served: MXTensor) -> None:
+def test_copy_converts_between_layouts(canonical: MXTensor, served: MXTensor) -> None:
     other = quantize(torch.randn(6, 72), canonical.format)
     served.copy_(other)
     assert served.metadata.layout == "reversed"
@@ -202,7 +202,7 @@ def test_copy_rebuilds_between_layouts(canonical: MXTensor, served: MXTensor) ->
 
 
 @pytest.mark.parametrize("assign", [False, True])
-def test_load_state_dict_rebuilds(canonical: MXTensor, served: MXTensor, assign: bool) -> None:
+def test_load_state_dict_packs(canonical: MXTensor, served: MXTensor, assign: bool) -> None:
     linear = nn.Linear(72, 6, bias=False)
     linear.weight = nn.Parameter(served, requires_grad=False)
     other = quantize(torch.randn(6, 72), canonical.format)
@@ -211,7 +211,7 @@ def test_load_state_dict_rebuilds(canonical: MXTensor, served: MXTensor, assign:
     assert_product(linear(x), x.double(), decode64(other))
 
 
-def test_module_to_keeps_serving(canonical: MXTensor, served: MXTensor) -> None:
+def test_module_to_keeps_the_layout(canonical: MXTensor, served: MXTensor) -> None:
     linear = nn.Linear(72, 6, bias=False)
     linear.weight = nn.Parameter(served, requires_grad=False)
     linear.half().float().to("cpu")
@@ -221,7 +221,7 @@ def test_module_to_keeps_serving(canonical: MXTensor, served: MXTensor) -> None:
     assert torch.equal(linear.weight.dequantize(), canonical.dequantize())
 
 
-def test_meta_and_back(canonical: MXTensor, served: MXTensor) -> None:
+def test_to_meta_and_back(canonical: MXTensor, served: MXTensor) -> None:
     empty = torch.empty_like(served.to("meta"), device="cpu")
     empty.copy_(canonical)
     assert torch.equal(empty.dequantize(), canonical.dequantize())
@@ -242,7 +242,7 @@ def test_a_layout_name_belongs_to_one_backend() -> None:
         register_backend(cls)
 
 
-def test_compiled(canonical: MXTensor, served: MXTensor) -> None:
+def test_a_packed_weight_compiles(canonical: MXTensor, served: MXTensor) -> None:
     x = torch.randn(3, 72)
     compiled = torch.compile(F.linear, fullgraph=True, backend="aot_eager")
     assert torch.equal(compiled(x, served), F.linear(x, served))

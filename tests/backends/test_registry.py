@@ -70,7 +70,7 @@ class Doubling(Backend):
         return (y if bias is None else y + bias).to(problem.dtype)
 
 
-def test_a_device_that_is_not_here_is_not_said_to_be_the_wrong_one() -> None:
+def test_a_device_that_is_absent_has_its_own_reason() -> None:
     absent = dict(candidates(problem(device=torch.device("cuda"))))
     here = dict(candidates(problem()))
     for name in ("fp8", "fp16", "triton"):
@@ -81,7 +81,7 @@ def test_a_device_that_is_not_here_is_not_said_to_be_the_wrong_one() -> None:
 # Order and registration
 
 
-def test_emulation_is_last_and_takes_what_is_left() -> None:
+def test_emulation_is_last_and_takes_everything() -> None:
     assert list_backends()[-1] == "emulation"
     register_backend(Doubling)
     assert list_backends()[-2:] == ["doubling", "emulation"]
@@ -89,7 +89,7 @@ def test_emulation_is_last_and_takes_what_is_left() -> None:
     assert select(problem()).name == "emulation"
 
 
-def test_before_names_the_place() -> None:
+def test_before_names_the_backend_to_precede() -> None:
     class Third(Doubling):
         name = "third"
 
@@ -123,7 +123,7 @@ class Unfinished(Backend):
 @pytest.mark.parametrize(
     "cls", [int, "emulation", pytest.param(object(), id="an object"), Unfinished, Nameless], ids=str
 )
-def test_what_is_no_backend_is_refused(cls: object) -> None:
+def test_classes_that_are_no_backend_are_refused(cls: object) -> None:
     before = list_backends()
     with pytest.raises((TypeError, ValueError)):
         register_backend(cls)  # type: ignore[type-var]
@@ -143,13 +143,13 @@ def test_registering_twice_is_refused() -> None:
         register_backend(Doubling)
 
 
-def test_an_unknown_place_is_refused_with_the_names_there_are() -> None:
+def test_an_unknown_before_is_refused_with_the_known_names() -> None:
     with pytest.raises(ValueError, match=r"(?s)nowhere.*emulation"):
         register_backend(Doubling, before="nowhere")
     assert "doubling" not in list_backends()
 
 
-def test_a_backend_registered_later_is_seen_by_a_tensor_made_before() -> None:
+def test_a_backend_registered_later_serves_existing_tensors() -> None:
     """Selection happens at the call; what was chosen earlier is forgotten when the registry changes."""
     x, weight = torch.randn(3, 64), quantize(torch.randn(8, 64), "mxfp4")
     plain = F.linear(x, weight)
@@ -207,7 +207,7 @@ the best one that can, or explain() for what each says""",
             as_weight(weight, requested)
 
 
-def test_an_explicit_backend_is_not_left_silently_at_the_call() -> None:
+def test_an_explicit_backend_that_rejects_the_call_raises() -> None:
     """A weight that was bound to a backend and later asks for what it cannot compute: an error, not emulation."""
     register_backend(Doubling)
     weight = as_weight(quantize(torch.randn(8, 64), "mxfp4"), "doubling")
@@ -247,7 +247,7 @@ ROCM = {"gfx90a": (9, 0), "gfx942": (9, 4), "gfx950": (9, 5)}  # as torch.cuda.g
 
 
 @pytest.mark.parametrize("architecture", ROCM)
-def test_amd_gpus_get_no_kernels_of_nvidia(architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nvidia_kernels_decline_amd_gpus(architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """ROCm calls its devices "cuda" and counts its architectures as capabilities, one of which is Hopper's 9.0."""
     monkeypatch.setattr(torch.version, "hip", "7.0.0")
     registry.preferences.cache_clear()
@@ -266,7 +266,7 @@ def test_amd_gpus_get_no_kernels_of_nvidia(architecture: str, monkeypatch: pytes
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)
-def test_tensor_core_backends_are_for_their_own_capability(capability: tuple[int, int]) -> None:
+def test_tensor_core_backends_take_their_own_capability_only(capability: tuple[int, int]) -> None:
     """Hopper's instructions are on no other GPU, older or newer. The others get what runs from 8.0 on, or emulation."""
     for activation in (None, "mxfp4"):
         mode = "even" if activation else None
@@ -287,7 +287,7 @@ def test_tensor_core_backends_are_for_their_own_capability(capability: tuple[int
      {"static_activation_scale": True, "activation": "nvfp4"}],
     ids=["off a border", "unblocked", "static scale"],
 )  # fmt: skip
-def test_unusual_problems_find_something_too(changes: dict[str, object]) -> None:
+def test_unusual_problems_find_a_backend(changes: dict[str, object]) -> None:
     for device, capability in DEVICES:
         asked = problem(device=torch.device(device), capability=capability, **changes)
         assert select(asked).reject(asked) is None
@@ -329,7 +329,7 @@ def test_emulation_on_an_accelerator_is_logged_once(caplog: pytest.LogCaptureFix
     assert "cuda" in caplog.text
 
 
-def test_emulation_on_a_cpu_is_not_worth_a_line(caplog: pytest.LogCaptureFixture) -> None:
+def test_emulation_on_a_cpu_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:
     registry.preferences.cache_clear()
     with caplog.at_level(logging.DEBUG, logger="mxquant"):
         select(problem())

@@ -97,7 +97,7 @@ def test_lora_learns_on_a_quantized_base() -> None:
     assert torch.equal(model[0].base.weight.qdata, frozen)
 
 
-def test_prompt_tuning_reaches_the_prompt() -> None:
+def test_a_prompt_before_a_quantized_model_gets_a_gradient() -> None:
     prompt = nn.Parameter(torch.randn(1, 3, 40))
     layer = quantized_linear(40, 40, activation="mxfp4", dtype=torch.float32)
     x = torch.cat([prompt.expand(2, -1, -1), torch.randn(2, 4, 40)], dim=1)
@@ -107,7 +107,7 @@ def test_prompt_tuning_reaches_the_prompt() -> None:
     assert (prompt.grad != 0).any()
 
 
-def test_gradient_checkpointing() -> None:
+def test_gradient_checkpointing_gives_the_same_gradients() -> None:
     from torch.utils.checkpoint import checkpoint
 
     layer = quantized_linear(40, 40, activation="nvfp4", dtype=torch.float32)
@@ -120,7 +120,7 @@ def test_gradient_checkpointing() -> None:
 
 
 @pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])
-def test_no_grad_modes_give_the_same_bits(mode: type) -> None:
+def test_no_grad_and_inference_mode_give_the_bits_of_grad_mode(mode: type) -> None:
     layer = quantized_linear(40, 6, activation="mxfp4", dtype=torch.float32)
     x = torch.randn(3, 40)
     with mode():
@@ -130,7 +130,7 @@ def test_no_grad_modes_give_the_same_bits(mode: type) -> None:
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_views_inside_inference_mode_of_a_weight_made_outside(format: str) -> None:
+def test_a_view_taken_in_inference_mode_of_an_ordinary_weight_is_usable_outside(format: str) -> None:
     weight = quantized(torch.randn(6, 72), format, format)
     plain, x = weight.dequantize(), torch.randn(3, 72)
     expected = F.linear(x, weight)
@@ -145,7 +145,7 @@ def test_views_inside_inference_mode_of_a_weight_made_outside(format: str) -> No
         assert torch.equal(F.embedding(torch.tensor([3]), weight), plain[[3]])
 
 
-def test_quantizing_inside_inference_mode() -> None:
+def test_quantizing_in_inference_mode_gives_the_same_bytes() -> None:
     with torch.inference_mode():
         layer = quantized_linear(40, 6, activation="mxfp4", dtype=torch.float32)
         inside = layer(torch.ones(2, 40))
@@ -163,7 +163,7 @@ def test_autocast_takes_float32_inputs_to_bfloat16() -> None:
     assert torch.equal(y, F.linear(x.bfloat16(), layer.weight, layer.bias.bfloat16()))
 
 
-def test_autocast_of_other_products() -> None:
+def test_autocast_applies_to_mm_and_bmm() -> None:
     weight = quantized(torch.randn(2, 6, 40), "mxfp4", "mxfp4")
     x = torch.randn(2, 3, 40)
     with torch.autocast("cpu", dtype=torch.bfloat16):

@@ -36,7 +36,7 @@ def stack(format: str, activation: str | None, dtype: torch.dtype = torch.float3
 
 @pytest.mark.parametrize("grad", [False, True])
 @pytest.mark.parametrize("format, activation", PAIRS)
-def test_a_stack_without_a_break_and_bit_equal(format: str, activation: str | None, grad: bool) -> None:
+def test_layers_compile_without_a_graph_break_to_the_same_bits(format: str, activation: str | None, grad: bool) -> None:
     model = stack(format, activation)
     x = torch.randn(3, 40, requires_grad=grad)
     counter = CompileCounterWithBackend("aot_eager")
@@ -123,7 +123,7 @@ def test_weights_of_different_sizes_through_one_function() -> None:
 
 
 @pytest.mark.parametrize("format, activation", PAIRS)
-def test_everything_dynamic(format: str, activation: str | None) -> None:
+def test_all_sizes_dynamic(format: str, activation: str | None) -> None:
     model = stack(format, activation)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager", dynamic=True)
     with torch.no_grad():
@@ -131,7 +131,7 @@ def test_everything_dynamic(format: str, activation: str | None) -> None:
             assert torch.equal(compiled(x), model(x))
 
 
-def test_slices_of_symbolic_size() -> None:
+def test_slices_of_symbolic_size_compile() -> None:
     def head(x: Tensor, weight: Tensor, rows: int) -> Tensor:
         return F.linear(x, weight[:rows])
 
@@ -207,13 +207,13 @@ def test_the_quantizer_under_inductor_gives_the_bytes_of_eager() -> None:
     ],
     ids=["matmul", "addmm", "slices", "view", "unblocked", "bmm", "dequantize"],
 )
-def test_other_operations_trace_too(function: object) -> None:
+def test_each_operator_compiles_to_the_same_bits(function: object) -> None:
     x, weight = torch.randn(3, 64), quantized(torch.randn(8, 64), "mxfp4", "mxfp4")
     compiled = torch.compile(function, fullgraph=True, backend="aot_eager")  # type: ignore[call-overload]
     assert torch.equal(compiled(x, weight), function(x, weight))  # type: ignore[operator]
 
 
-def test_grouped_mm_traces() -> None:
+def test_grouped_mm_compiles_to_the_same_bits() -> None:
     x, w = torch.randn(6, 64, dtype=torch.bfloat16), torch.randn(3, 16, 64, dtype=torch.bfloat16)
     weight, offs = quantized(w, "mxfp4", "mxfp4"), torch.tensor([2, 2, 6], dtype=torch.int32)
 

@@ -32,7 +32,7 @@ def test_round_trip_through_safetensors(tmp_path: Path, format: str, activation:
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_names_and_kinds_of_the_tensors(format: str) -> None:
+def test_names_and_dtypes_of_the_flattened_tensors(format: str) -> None:
     """`.qdata`, `.scale` and, for NVFP4, `.per_tensor_scale`; the rest keeps its names and is passed on, not copied."""
     bias = torch.randn(5)
     tensors, metadata = flatten_state_dict({"a.weight": quantize(torch.randn(5, 72), format), "a.bias": bias})
@@ -98,7 +98,7 @@ def test_metadata_is_versioned_json() -> None:
     )
 
 
-def test_every_field_of_the_metadata_comes_back() -> None:
+def test_every_field_of_the_metadata_round_trips() -> None:
     w = torch.randn(6, 100, dtype=torch.float16)
     originals = {
         "slice": quantized(w, "mxfp6_e3m2", "mxfp4")[:, 7:50],
@@ -125,14 +125,14 @@ def test_a_model_without_quantized_weights_passes_through() -> None:
     assert all(torch.equal(back[name], state[name]) for name in state)
 
 
-def test_forgotten_metadata_is_an_error() -> None:
+def test_tensors_without_their_metadata_are_refused() -> None:
     """Without it packed codes would be handed on as if they were weights."""
     tensors, _ = flatten_state_dict({"w": quantize(torch.randn(2, 64), "mxfp4")})
     with pytest.raises(ValueError, match="metadata"):
         unflatten_state_dict(tensors, {})
 
 
-def test_foreign_metadata_is_left_alone() -> None:
+def test_other_keys_of_the_metadata_are_ignored() -> None:
     tensors, metadata = flatten_state_dict({"w": quantize(torch.randn(2, 64), "mxfp4")})
     back = unflatten_state_dict(tensors, {**metadata, "format": "pt"})
     assert list(back) == ["w"]
@@ -196,7 +196,7 @@ def test_a_file_without_a_version_is_refused() -> None:
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '"x"', "null"])
-def test_metadata_that_is_no_document_is_refused(text: str) -> None:
+def test_metadata_that_is_not_the_expected_json_is_refused(text: str) -> None:
     tensors, _ = flat()
     with pytest.raises(ValueError, match="mxquant"):
         unflatten_state_dict(tensors, {"mxquant": text})

@@ -53,7 +53,7 @@ def test_weight_on_the_left(format: str, activation: str | None, spelling: str) 
 
 
 @pytest.mark.parametrize("format, activation", PAIRS)
-def test_vectors(format: str, activation: str | None) -> None:
+def test_mv_and_dot(format: str, activation: str | None) -> None:
     x, weight = torch.randn(K), quantized(torch.randn(N, K), format, activation)
     expected = activation64(x[None], activation), decode64(weight)
     assert_product((weight @ x)[None], *expected)
@@ -62,7 +62,7 @@ def test_vectors(format: str, activation: str | None) -> None:
 
 
 @pytest.mark.parametrize("format, activation", PAIRS)
-def test_a_weight_of_one_axis(format: str, activation: str | None) -> None:
+def test_a_one_dimensional_weight(format: str, activation: str | None) -> None:
     """F.linear and matmul with a vector of weights give one number a row."""
     x, weight = torch.randn(5, K), quantize(torch.randn(K), format).with_activation(activation)
     x64, w64 = activation64(x, activation), decode64(weight)[None]
@@ -72,7 +72,7 @@ def test_a_weight_of_one_axis(format: str, activation: str | None) -> None:
 
 
 @pytest.mark.parametrize("format, activation", PAIRS)
-def test_broadcast_batches(format: str, activation: str | None) -> None:
+def test_matmul_broadcasts_batches(format: str, activation: str | None) -> None:
     """torch.matmul expands and folds batch axes on either side."""
     w = torch.randn(2, 3, N, K)
     weight = quantized(w, format, activation)
@@ -87,7 +87,7 @@ def test_broadcast_batches(format: str, activation: str | None) -> None:
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_empty_weights(format: str) -> None:
+def test_weights_without_rows_or_columns(format: str) -> None:
     """Slices without rows or without columns multiply as in torch."""
     weight = quantized(torch.randn(N, K), format)
     assert F.linear(torch.randn(3, K), weight[:0]).shape == (3, 0)
@@ -150,7 +150,7 @@ def test_bmm_on_either_side(format: str, activation: str | None) -> None:
 
 
 @pytest.mark.parametrize("format, activation", PAIRS)
-def test_bmm_across_the_blocked_axis_leaves_activations_alone(format: str, activation: str | None) -> None:
+def test_bmm_across_the_blocked_axis_does_not_quantize_activations(format: str, activation: str | None) -> None:
     x_ETN, w_ENK = torch.randn(3, 5, N), torch.randn(3, N, K)
     weight = quantized(w_ENK, format, activation)
     assert_product(torch.bmm(x_ETN, weight), x_ETN.double(), decode64(weight).mT)

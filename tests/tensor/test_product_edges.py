@@ -1,4 +1,4 @@
-"""Products at the edges: odd sizes, ranks, strides, batch mates, the ends of a dtype's range."""
+"""Products at the edges: odd sizes, ranks, strides, batches, the ends of a dtype's range."""
 
 import pytest
 import torch
@@ -7,8 +7,9 @@ from matmul_reference import FORMATS, activation64, assert_product, decode64, op
 from torch import Tensor
 
 from mxquant import MXTensor, quantize
+from mxquant.backends import Groups
 from mxquant.formats import get_format
-from mxquant.tensor.choose import describe
+from mxquant.tensor import describe, grouped_product
 
 PAIRS = [("mxfp4", None), ("mxfp4", "mxfp4"), ("mxfp6_e2m3", "mxfp6_e2m3"), ("mxfp8_e4m3", "mxfp8_e4m3"),
          ("nvfp4", "nvfp4"), ("nvfp4", None), ("mxfp4", "fp8_e4m3")]  # fmt: skip
@@ -16,7 +17,7 @@ PAIRS = [("mxfp4", None), ("mxfp4", "mxfp4"), ("mxfp6_e2m3", "mxfp6_e2m3"), ("mx
 
 @pytest.mark.parametrize("in_features", [1, 16, 40, 72, 100])
 @pytest.mark.parametrize("format, activation", PAIRS)
-def test_in_features_that_are_no_multiple_of_the_block(format: str, activation: str | None, in_features: int) -> None:
+def test_in_features_that_the_block_does_not_divide(format: str, activation: str | None, in_features: int) -> None:
     x, w = operands("gaussian", 3, in_features, 5)
     weight = quantized(w, format, activation)
     assert_product(F.linear(x, weight), activation64(x, activation), decode64(weight))
@@ -62,7 +63,7 @@ def test_non_contiguous_inputs(format: str, activation: str | None, layout: str)
 
 @pytest.mark.parametrize("activation", ["mxfp4", "mxfp8_e4m3", "nvfp4", "fp8_e4m3", "fp8_e5m2"])
 @pytest.mark.parametrize("loudness", [2**-40, 2**20])
-def test_a_row_does_not_depend_on_its_batch_mates(activation: str, loudness: float) -> None:
+def test_a_row_does_not_depend_on_the_other_rows_of_its_batch(activation: str, loudness: float) -> None:
     """Its quantized operand is its own; only the order of summation may differ between a batch of 1 and of 4.
 
     Each of two such fp32 sums is within K x 2^-24 of (|x| |w|^T), which `assert_product` allows against float64. A
@@ -122,7 +123,7 @@ def test_the_largest_and_smallest_scales_are_exact(dtype: torch.dtype) -> None:
         assert F.linear(x, weight).item() == 2.0 ** (byte - 128) * x[0, 5].item()
 
 
-def test_a_nan_block_spoils_its_own_rows_only() -> None:
+def test_a_nan_block_of_the_weight_makes_its_own_output_nan_only() -> None:
     w = torch.randn(4, 64)
     w[2, 40] = float("nan")
     y = F.linear(torch.randn(3, 64), quantized(w, "mxfp4"))
@@ -131,7 +132,7 @@ def test_a_nan_block_spoils_its_own_rows_only() -> None:
 
 @pytest.mark.parametrize("activation", ["mxfp4", "nvfp4", "fp8_e4m3"])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_a_nan_activation_spoils_its_own_row_only(activation: str, bad: float) -> None:
+def test_a_nan_activation_makes_its_own_row_nan_only(activation: str, bad: float) -> None:
     x = torch.randn(4, 64)
     x[1, 3] = bad
     y = F.linear(x, quantized(torch.randn(5, 64), "mxfp4", activation))
@@ -175,19 +176,20 @@ def test_activations_are_not_quantized_across_the_blocked_axis(format: str, acti
 
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("axis", [0, -2])
-def test_a_weight_blocked_along_its_outputs(format: str, axis: int) -> None:
+def test_a_weight_blocked_along_its_output_axis(format: str, axis: int) -> None:
     """F.linear with axis=-2 contracts across the blocks: exact in the activations."""
     w, x = torch.randn(40, 12), torch.randn(3, 12)
     weight = quantized(w, format, format, axis=axis)
     assert_product(F.linear(x, weight), x.double(), decode64(weight.t()).mT)
 
 
-# What an eager call does once only, for the host's time
+# Host time of an eager call
 
 
-def test_an_eager_linear_passes_the_subclass_protocol_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each property read on the weight would otherwise be a call of its own."""
+def test_eager_products_read_the_weight_without_its_torch_function(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each attribute that is read on the weight would otherwise be a call of its own."""
     x, weight = torch.randn(3, 64), quantized(torch.randn(6, 64), "mxfp4", "mxfp4")
+    stack = quantized(torch.randn(1, 6, 64), "mxfp4", "mxfp4")
     calls: list[object] = []
     original = MXTensor.__torch_function__.__func__  # type: ignore[attr-defined]
 
@@ -198,9 +200,11 @@ def test_an_eager_linear_passes_the_subclass_protocol_once(monkeypatch: pytest.M
     monkeypatch.setattr(MXTensor, "__torch_function__", classmethod(counting))
     F.linear(x, weight)
     assert calls == [F.linear]
+    grouped_product(x, stack, -1, Groups(torch.tensor([3], dtype=torch.int32)))
+    assert calls == [F.linear]
 
 
-def test_equal_problems_are_one_object() -> None:
+def test_describing_a_weight_twice_gives_one_object() -> None:
     one, other = (quantized(torch.randn(6, 64), "mxfp4", "mxfp4") for _ in range(2))
     assert describe(one) is describe(other)
     assert describe(one, torch.float16) is not describe(one)

@@ -75,7 +75,7 @@ def test_activation_scale_modes_differ() -> None:
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_check_catches_a_wrong_product(format: str, activation: str | None, dtype: torch.dtype) -> None:
+def test_assert_product_catches_wrong_products(format: str, activation: str | None, dtype: torch.dtype) -> None:
     """Square operands, so that a transposed weight is caught by its values and not by its shape."""
     n = 64
     x, w = (t.to(dtype) for t in operands("gaussian", M, n, n))
@@ -102,7 +102,7 @@ def test_the_check_catches_a_wrong_product(format: str, activation: str | None, 
 
 
 @pytest.mark.parametrize("format, activation", [("mxfp4", "mxfp4"), ("nvfp4", None), ("mxfp8_e4m3", "fp8_e5m2")])
-def test_a_tensor_straight_from_quantize_multiplies_alike(format: str, activation: str | None) -> None:
+def test_a_tensor_from_quantize_multiplies_like_a_weight_of_quantize_(format: str, activation: str | None) -> None:
     """`as_weight` chooses the class ahead of time; a plain MXTensor chooses its backend at the call."""
     from mxquant import quantize
 

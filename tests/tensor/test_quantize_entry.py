@@ -15,7 +15,7 @@ from mxquant.tensor import Metadata, as_weight
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
 @pytest.mark.parametrize("format", FORMATS)
-def test_bytes_are_those_of_formats(format: str, dtype: torch.dtype) -> None:
+def test_bytes_are_those_of_formats_quantize_blocks(format: str, dtype: torch.dtype) -> None:
     w = torch.randn(5, 72).to(dtype)
     weight = quantize(w, format)
     codes, scale = quantize_blocks(w.float(), get_format(format))
@@ -29,7 +29,7 @@ def test_bytes_are_those_of_formats(format: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("shape", [(40,), (3, 40), (2, 3, 40), (2, 2, 3, 40), (1, 1), (7,)])
 @pytest.mark.parametrize("format", FORMATS)
-def test_any_rank_and_every_axis(format: str, shape: tuple[int, ...]) -> None:
+def test_tensors_of_any_rank_along_any_axis(format: str, shape: tuple[int, ...]) -> None:
     """Blocking along an axis is blocking along the last one of the moved tensor; axes are stored as negative."""
     x = torch.randn(shape)
     for axis in range(-len(shape), len(shape)):
@@ -85,7 +85,7 @@ def test_metadata_is_hashable_and_frozen() -> None:
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_nonfinite_blocks(format: str) -> None:
+def test_nonfinite_blocks_decode_to_nan(format: str) -> None:
     """By default a block that holds NaN or Inf decodes to NaN as a whole and leaves its neighbours alone."""
     x = torch.randn(2, 3 * BLOCK[format])
     x[0, BLOCK[format] + 1] = float("inf")
@@ -96,7 +96,7 @@ def test_nonfinite_blocks(format: str) -> None:
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("format", FORMATS)
-def test_nonfinite_raise(format: str, bad: float) -> None:
+def test_nonfinite_raise_names_the_first_block(format: str, bad: float) -> None:
     x = torch.randn(2, 64)
     x[1, 40] = bad
     with pytest.raises(ValueError, match=r"(?i)nan|inf|finite"):
@@ -104,7 +104,7 @@ def test_nonfinite_raise(format: str, bad: float) -> None:
     quantize(torch.randn(2, 64), format, nonfinite="raise")
 
 
-def test_quantize_detaches() -> None:
+def test_the_result_has_no_gradient() -> None:
     w = torch.nn.Parameter(torch.randn(2, 64))
     assert not quantize(w, "mxfp4").requires_grad
 
@@ -128,7 +128,7 @@ def test_quantize_detaches() -> None:
     ],
     ids=["int32", "bool", "complex", "float8", "meta", "no columns", "no rows", "scalar", "beyond fp32", "list"],
 )
-def test_unsuitable_inputs(x: Tensor, error: type[Exception], text: str) -> None:
+def test_inputs_that_cannot_be_quantized_are_refused(x: Tensor, error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=text):
         quantize(x, "mxfp4")
 
@@ -158,13 +158,13 @@ def test_quantizing_twice_says_so() -> None:
     ],
     ids=lambda value: ", ".join(f"{k}={v}" for k, v in value.items()) if isinstance(value, dict) else "",
 )
-def test_unsuitable_options(options: dict[str, object], text: str) -> None:
+def test_unknown_options_are_refused(options: dict[str, object], text: str) -> None:
     with pytest.raises((ValueError, IndexError), match=text):
         quantize(torch.randn(2, 64), **options)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("activation", ["mxfp5", "int8", ""])
-def test_unknown_activations(activation: str) -> None:
+def test_unknown_activation_formats_are_refused(activation: str) -> None:
     with pytest.raises(ValueError, match=r"(?s)fp8_e4m3"):
         quantize(torch.randn(2, 64), "mxfp4").with_activation(activation)
 
@@ -187,7 +187,7 @@ def parts(format: str, *shape: int) -> dict[str, object]:
 
 @pytest.mark.parametrize("shape", [(4, 64), (2, 4, 72), (40,), (3, 41)])
 @pytest.mark.parametrize("format", FORMATS)
-def test_from_qdata_is_the_inverse_of_taking_apart(format: str, shape: tuple[int, ...]) -> None:
+def test_from_qdata_rebuilds_a_tensor_from_its_parts(format: str, shape: tuple[int, ...]) -> None:
     weight = quantize(torch.randn(shape, dtype=torch.bfloat16), format)
     back = MXTensor.from_qdata(
         weight.qdata, weight.scale, format, shape=shape, dtype=weight.dtype, per_tensor_scale=weight.per_tensor_scale
@@ -261,7 +261,7 @@ def test_as_weight_chooses_emulation_on_a_cpu() -> None:
     assert as_weight(weight, "emulation").backend == "emulation"
 
 
-def test_the_class_stays_through_with_activation() -> None:
+def test_with_activation_keeps_the_class() -> None:
     served = as_weight(quantize(torch.randn(4, 64), "mxfp4"))
     changed = served.with_activation("mxfp8")
     assert type(changed) is EmulatedMXTensor

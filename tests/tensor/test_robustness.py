@@ -30,7 +30,7 @@ def test_the_default_dtype_changes_nothing(default: torch.dtype, activation: str
         torch.set_default_dtype(torch.float32)
 
 
-def test_operands_on_unlike_devices_are_refused() -> None:
+def test_operands_on_different_devices_are_refused() -> None:
     """Uninitialized memory would be the alternative."""
     layer = quantized_linear(64, 8, dtype=torch.float32)
     x = torch.randn(3, 64)
@@ -91,7 +91,7 @@ def test_tied_weights_are_written_once(config: object, tmp_path: object) -> None
 
 
 @pytest.mark.parametrize("value", [0.0, -1.0, torch.nan, torch.inf])
-def test_scales_that_cannot_be_are_refused(value: float) -> None:
+def test_scales_that_are_not_positive_and_finite_are_refused(value: float) -> None:
     """A missing scale that was loaded as 0 is a fault that others have had."""
     scale, weight = torch.tensor(value), quantize(torch.randn(4, 32), "nvfp4")
     with pytest.raises(ValueError, match="positive and finite"):
@@ -100,7 +100,7 @@ def test_scales_that_cannot_be_are_refused(value: float) -> None:
         MXTensor.from_qdata(weight.qdata, weight.scale, "nvfp4", per_tensor_scale=scale)
 
 
-def test_a_static_scale_of_any_shape_is_one_number() -> None:
+def test_a_static_scale_of_one_element_may_have_any_shape() -> None:
     weight, x = quantize(torch.randn(4, 32), "mxfp4"), torch.randn(3, 32)
     expected = F.linear(x, weight.with_activation("fp8_e4m3", scale=torch.tensor(0.02)))
     given = torch.full((1, 1, 1), 0.02, requires_grad=True)
@@ -137,7 +137,7 @@ def test_errors_show_no_values() -> None:
         assert not re.search("123456", str(error.value))
 
 
-def test_a_file_saved_without_metadata_is_told_as_such() -> None:
+def test_unflattening_without_metadata_says_what_to_pass() -> None:
     with pytest.raises(ValueError, match="metadata"):
         unflatten_state_dict({"a": torch.zeros(1)}, None)
 
@@ -156,6 +156,6 @@ def test_a_file_saved_without_metadata_is_told_as_such() -> None:
         lambda x: unflatten_state_dict({}, "mxquant"),
     ],
 )
-def test_wrong_types_are_told_as_such(call: object) -> None:
+def test_arguments_of_wrong_types_are_refused(call: object) -> None:
     with pytest.raises(TypeError):
         call(torch.randn(4, 32))  # type: ignore[operator]

@@ -50,7 +50,7 @@ def test_bytes_do_not_depend_on_the_dtype(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("axis", [-1, -2])
-def test_it_stands_for_the_original_values(format: str, axis: int) -> None:
+def test_dequantize_rotates_back(format: str, axis: int) -> None:
     w = torch.randn(64, 64)
     weight = quantize(w, format, axis=axis, rotation=BLOCK[format])
     codes = decode64(weight if axis == -1 else weight.t())
@@ -64,7 +64,7 @@ def test_it_stands_for_the_original_values(format: str, axis: int) -> None:
 
 @pytest.mark.parametrize("activation", [None, "mxfp4", "nvfp4", "mxfp8_e4m3", "fp8_e4m3"])
 @pytest.mark.parametrize("format", FORMATS)
-def test_linear(format: str, activation: str | None) -> None:
+def test_a_linear_rotates_its_input(format: str, activation: str | None) -> None:
     x, w, bias = torch.randn(M, K), torch.randn(N, K), torch.randn(N)
     weight = rotated(w, format, activation)
     x_rotated = hadamard(x, BLOCK[format])
@@ -88,7 +88,7 @@ def test_weight_only_computes_with_the_original_values() -> None:
 
 
 @pytest.mark.parametrize("bias", [False, True])
-def test_across_the_blocks_the_result_is_rotated_back(bias: bool) -> None:
+def test_dgrad_rotates_the_result_back(bias: bool) -> None:
     x, b = torch.randn(M, N, dtype=torch.float64), torch.randn(K, dtype=torch.float64)
     weight = rotated(torch.randn(N, K, dtype=torch.float64), "mxfp4", "mxfp4")
     y = torch.addmm(b, x, weight) if bias else x @ weight
@@ -98,7 +98,7 @@ def test_across_the_blocks_the_result_is_rotated_back(bias: bool) -> None:
 
 
 @pytest.mark.parametrize("rows", [None, torch.tensor([3, 0, 2, 2, 1])])
-def test_grouped(rows: Tensor | None) -> None:
+def test_a_grouped_product_rotates_its_input(rows: Tensor | None) -> None:
     """Stacks: each group by its own matrix, a row that goes to two of them rotated all the same."""
     stack = rotated(torch.randn(3, N, K, dtype=torch.float64), "mxfp4")
     x = torch.randn(5 if rows is None else 4, K, dtype=torch.float64)
@@ -109,7 +109,7 @@ def test_grouped(rows: Tensor | None) -> None:
     torch.testing.assert_close(y, expected)
 
 
-def test_gradients_of_the_input() -> None:
+def test_the_gradient_of_the_input() -> None:
     x = torch.randn(M, K, dtype=torch.float64, requires_grad=True)
     weight = rotated(torch.randn(N, K, dtype=torch.float64), "mxfp4")
     assert torch.autograd.gradcheck(lambda x: F.linear(x, weight), x)
@@ -136,7 +136,7 @@ def test_an_embedding_looks_up_original_values() -> None:
 # Saving
 
 
-def test_saved_and_loaded() -> None:
+def test_a_rotated_tensor_is_saved_and_loaded() -> None:
     weight = rotated(torch.randn(N, K), "mxfp4", "mxfp4")
     tensors, metadata = flatten_state_dict({"w": weight})
     assert json.loads(metadata["mxquant"])["tensors"]["w"]["rotation"] == 32
@@ -157,7 +157,7 @@ def test_a_damaged_rotation_is_refused(rotation: str) -> None:
         unflatten_state_dict(tensors, damaged)
 
 
-def test_it_is_not_copied_into_an_unrotated_tensor_nor_joined_nor_equal() -> None:
+def test_a_rotated_tensor_is_not_copied_joined_or_equal_to_an_unrotated_one() -> None:
     w = torch.randn(N, K)
     a, b = quantize(w, "mxfp4", rotation=32), quantize(hadamard(w, 32), "mxfp4")
     with pytest.raises(ValueError, match="rotation"):
@@ -171,7 +171,7 @@ def test_it_is_not_copied_into_an_unrotated_tensor_nor_joined_nor_equal() -> Non
 # Views
 
 
-def test_slices_at_block_borders_stand_for_slices() -> None:
+def test_slices_at_block_borders_decode_to_slices() -> None:
     weight = rotated(torch.randn(N, K), "mxfp4")
     assert torch.equal(weight[:, 32:].dequantize(), weight.dequantize()[:, 32:])
     assert torch.equal(weight[2:5].t().dequantize(), weight.dequantize()[2:5].t())
@@ -215,7 +215,7 @@ def test_a_weight_that_would_overflow_is_refused() -> None:
 
 
 @pytest.mark.parametrize("rotation", [16, 64, True, "32"])
-def test_only_the_block_s_own_size(rotation: Any) -> None:
+def test_a_rotation_of_another_size_than_the_block_is_refused(rotation: Any) -> None:
     with pytest.raises(ValueError, match="32, the size of its block"):
         quantize(torch.randn(64), "mxfp4", rotation=rotation)
     with pytest.raises(ValueError, match="32, the size of its block"):

@@ -17,7 +17,7 @@ def quantize_shard(shard: torch.Tensor, whole: MXTensor, **options: object) -> M
 @pytest.mark.parametrize("ways", [2, 4, 8])
 @pytest.mark.parametrize("dim", [0, 1])
 @pytest.mark.parametrize("format", FORMATS)
-def test_shards_of_a_matrix(format: str, dim: int, ways: int) -> None:
+def test_quantizing_shards_of_a_matrix_gives_shards_of_the_quantized_one(format: str, dim: int, ways: int) -> None:
     w = torch.randn(16, 256, dtype=torch.bfloat16)
     whole = quantize(w, format)
     for shard, part in zip(w.chunk(ways, dim), whole.chunk(ways, dim)):
@@ -44,7 +44,7 @@ def test_shards_of_stacked_experts(format: str, dim: int) -> None:
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_shards_along_a_logical_axis(format: str) -> None:
+def test_shards_of_a_tensor_blocked_along_another_axis(format: str) -> None:
     """K before N: rows of the logical weight are its blocked axis."""
     w = torch.randn(128, 8)
     whole = quantize(w, format, axis=0)
@@ -61,7 +61,7 @@ def test_the_last_shard_may_end_in_a_partial_block(format: str) -> None:
 
 
 @pytest.mark.parametrize("ways, width", [(2, 1440), (4, 720), (8, 360)])
-def test_a_shard_off_a_border_keeps_its_values_and_says_so(ways: int, width: int) -> None:
+def test_a_shard_inside_a_block_keeps_its_values_and_its_offset(ways: int, width: int) -> None:
     """gpt-oss has 2880: halves fall on a border of 32, quarters and eighths do not and keep their offset."""
     w = torch.randn(2, 2880)
     whole = quantize(w, "mxfp4")
@@ -71,7 +71,7 @@ def test_a_shard_off_a_border_keeps_its_values_and_says_so(ways: int, width: int
         assert part.scale.shape[-1] == -(-(part.metadata.block_offset + width) // 32)
 
 
-def test_nvfp4_shards_alone_have_another_scale() -> None:
+def test_nvfp4_shards_need_the_per_tensor_scale_of_the_whole() -> None:
     """The control: without the whole tensor's scale the bytes differ, so the argument above is not idle."""
     w = torch.randn(4, 64)
     w[0, 0] = 50

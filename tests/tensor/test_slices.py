@@ -25,7 +25,7 @@ def test_every_column_slice_decodes_to_the_slice_of_the_whole(format: str) -> No
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_block_offset_is_the_distance_from_the_border(format: str) -> None:
+def test_block_offset_counts_from_the_border_of_the_block(format: str) -> None:
     weight = quantize(torch.randn(3, 72), format)
     for start in range(72):
         assert weight[:, start:].metadata.block_offset == start % BLOCK[format]
@@ -70,7 +70,7 @@ def test_quantized_activations_on_a_border(format: str) -> None:
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_quantized_activations_off_a_border_name_the_sizes_that_work(format: str) -> None:
+def test_quantized_activations_off_a_border_are_refused_with_the_sizes_that_work(format: str) -> None:
     """Blocks of the activations and of the weight would not coincide: refused, with the multiple that works."""
     weight = quantized(torch.randn(5, 100), format, format)
     part = weight[:, 7:47]
@@ -79,7 +79,7 @@ def test_quantized_activations_off_a_border_name_the_sizes_that_work(format: str
 
 
 @pytest.mark.parametrize("activation", ["fp8_e4m3", "fp8_e5m2"])
-def test_row_scaled_activations_do_not_mind_a_slice(activation: str) -> None:
+def test_row_scaled_activations_work_on_any_slice(activation: str) -> None:
     """One scale a row has no blocks to coincide with, so the product either is exact or is refused by name."""
     weight = quantized(torch.randn(5, 100), "mxfp4", activation)
     x = torch.randn(3, 40)
@@ -103,7 +103,7 @@ def test_a_slice_off_a_border_can_be_saved_and_cloned(format: str) -> None:
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_a_saved_slice_holds_no_more_than_itself(format: str) -> None:
+def test_a_saved_slice_does_not_hold_the_whole_tensor(format: str) -> None:
     """Rows and whole blocks outside of the slice are not dragged along into a file."""
     from mxquant import flatten_state_dict
 
@@ -114,7 +114,7 @@ def test_a_saved_slice_holds_no_more_than_itself(format: str) -> None:
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_parts_off_a_border_cannot_be_put_together_along_k(format: str) -> None:
+def test_parts_off_a_border_cannot_be_joined_along_k(format: str) -> None:
     """Two halves of a block have no common scale byte to stand under, unless they come back to a whole block."""
     weight = quantize(torch.randn(3, 64), format)
     with pytest.raises((ValueError, NotImplementedError), match="dequantize"):
@@ -122,7 +122,7 @@ def test_parts_off_a_border_cannot_be_put_together_along_k(format: str) -> None:
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_rows_of_unlike_tensors_are_not_mixed(format: str) -> None:
+def test_tensors_of_different_schemes_are_not_joined(format: str) -> None:
     weight = quantize(torch.randn(3, 64), format)
     other = quantize(torch.randn(3, 64), "mxfp4" if format != "mxfp4" else "mxfp8_e4m3")
     with pytest.raises((ValueError, TypeError, NotImplementedError), match=f"{format}.*{other.format}|dequantize"):
@@ -132,7 +132,7 @@ def test_rows_of_unlike_tensors_are_not_mixed(format: str) -> None:
 
 
 @pytest.mark.parametrize("join", [torch.cat, torch.stack])
-def test_weights_with_unlike_static_activation_scales_are_not_joined(join: Callable[..., MXTensor]) -> None:
+def test_weights_with_different_static_activation_scales_are_not_joined(join: Callable[..., MXTensor]) -> None:
     """One of two scales would be lost: the second part's activations would be saturated or flushed by the first's."""
     weight = quantize(torch.randn(2, 32), "nvfp4")
     a, b = (weight.with_activation("nvfp4", scale=torch.tensor(s)) for s in (0.5, 4.0))
@@ -169,7 +169,7 @@ def test_static_activation_scales_of_a_stack_follow_their_matrices() -> None:
         stack.with_activation("nvfp4", scale=torch.tensor([0.5, 0.0, 1.0]))
 
 
-def test_nvfp4_with_unlike_per_tensor_scales_is_not_joined_wrongly() -> None:
+def test_nvfp4_with_different_per_tensor_scales_is_joined_right_or_refused() -> None:
     """Each tensor has its own per-tensor scale: joined either exactly, or refused."""
     a, b = quantize(torch.randn(2, 32), "nvfp4"), quantize(100 * torch.randn(2, 32), "nvfp4")
     try:

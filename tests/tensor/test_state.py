@@ -73,14 +73,14 @@ def test_copy_brings_the_static_activation_scale() -> None:
             other.copy_(source)
 
 
-def test_copy_does_not_change_the_activation_rule_silently() -> None:
+def test_copy_between_different_activation_formats_is_refused() -> None:
     """Weights calibrated for W4A16 in a W4A4 layer, or the reverse, is a mistake of the config."""
     w = torch.randn(5, 64)
     with pytest.raises((ValueError, TypeError), match=r"activation|W4A"):
         quantized(w, "mxfp4", "mxfp4").copy_(quantized(w, "mxfp4"))
 
 
-def test_empty_like_of_a_slice_takes_its_bytes() -> None:
+def test_empty_like_of_a_slice_holds_the_bytes_of_the_slice() -> None:
     part = quantized(torch.randn(5, 100), "mxfp4")[:, 7:60]
     like = torch.empty_like(part)
     like.copy_(part)
@@ -118,7 +118,7 @@ def test_a_static_activation_scale_is_saved() -> None:
     assert copy.deepcopy(weight).activation_scale.item() == 0.25
 
 
-def test_a_state_dict_is_saved_without_what_others_put_on_its_parameters(tmp_path: Path) -> None:
+def test_a_state_dict_is_saved_without_foreign_attributes(tmp_path: Path) -> None:
     """Loaders and sharding marks stay on the live parameter; for plain parameters, too, they are in no state dict."""
     linear = quantized_linear(40, 8)
     linear.weight.weight_loader = lambda *_: None
@@ -164,7 +164,7 @@ def test_weights_only_load_keeps_bytes_and_parameters(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("backend", ["auto", "emulation"])
-def test_the_choice_of_a_backend_is_in_no_file(tmp_path: Path, backend: str) -> None:
+def test_no_file_holds_the_choice_of_a_backend(tmp_path: Path, backend: str) -> None:
     linear = nn.Linear(64, 8, bias=False)
     weight = as_weight(quantize(linear.weight.detach(), "mxfp4").with_activation("mxfp4"), backend)
     assert isinstance(weight, EmulatedMXTensor)
@@ -219,7 +219,7 @@ def test_share_memory_in_a_subprocess() -> None:
 
 
 @pytest.mark.parametrize("options", [{"mmap": True}, {"map_location": "meta"}])
-def test_other_ways_to_load(tmp_path: Path, weight: MXTensor, options: dict[str, object]) -> None:
+def test_loading_with_mmap_and_other_options(tmp_path: Path, weight: MXTensor, options: dict[str, object]) -> None:
     torch.save({"w": weight}, tmp_path / "state.pt")
     loaded = torch.load(tmp_path / "state.pt", weights_only=True, **options)["w"]  # type: ignore[arg-type]
     assert (loaded.metadata, loaded.shape) == (weight.metadata, weight.shape)
@@ -279,7 +279,7 @@ def test_dtype_conversions_change_no_code(weight: MXTensor, convert: object, dty
     assert converted.activation == weight.activation
 
 
-def test_to_the_same_place_is_the_same_tensor(weight: MXTensor) -> None:
+def test_to_its_own_device_and_dtype_returns_the_same_tensor(weight: MXTensor) -> None:
     assert weight.to("cpu") is weight
     assert weight.to(weight.dtype) is weight
     assert weight.cpu() is weight
@@ -302,7 +302,7 @@ def test_to_meta_and_empty_like_back(weight: MXTensor) -> None:
 
 
 @pytest.mark.parametrize("activation", [None, "mxfp4", "nvfp4", "fp8_e4m3"])
-def test_products_on_meta_give_shapes(activation: str | None) -> None:
+def test_products_on_meta_have_the_right_shape(activation: str | None) -> None:
     meta = quantized(torch.randn(6, 40), "mxfp4", activation).to("meta")
     y = nn.functional.linear(torch.empty(2, 3, 40, device="meta"), meta)
     assert (y.shape, y.device.type) == ((2, 3, 6), "meta")

@@ -50,7 +50,7 @@ REFUSED: dict[str, Callable[[MXTensor], object]] = {
 
 @pytest.mark.parametrize("operation", REFUSED)
 @pytest.mark.parametrize("format", ["mxfp4", "nvfp4"])
-def test_refused_with_the_remedy(format: str, operation: str) -> None:
+def test_unsupported_operations_name_dequantize(format: str, operation: str) -> None:
     weight = quantize(torch.randn(4, 64), format)
     before = weight.clone()
     with pytest.raises((NotImplementedError, ValueError, TypeError), match=r"dequantize\(\)"):
@@ -59,7 +59,7 @@ def test_refused_with_the_remedy(format: str, operation: str) -> None:
 
 
 @pytest.mark.parametrize("method", ["tolist", "numpy"])
-def test_reading_as_numbers_is_refused(method: str) -> None:
+def test_reading_values_out_of_codes_is_refused(method: str) -> None:
     """torch answers these before a subclass is asked, in its own words; what counts is that no bytes are misread."""
     with pytest.raises((NotImplementedError, ValueError, TypeError, RuntimeError)):
         getattr(quantize(torch.randn(4, 64), "mxfp4"), method)()
@@ -102,7 +102,7 @@ def test_copy_between_dense_and_quantized_is_refused() -> None:
     assert plain.tolist() == torch.zeros(4, 64).tolist()
 
 
-def test_copy_between_unlike_quantized_tensors_is_refused() -> None:
+def test_copy_between_quantized_tensors_of_different_kinds_is_refused() -> None:
     weight = quantize(torch.randn(4, 64), "mxfp4")
     others = {
         "format": quantize(torch.randn(4, 64), "nvfp4"),
@@ -122,7 +122,7 @@ def message(operation: Callable[[], object]) -> str:
     return textwrap.fill(f"{caught.type.__name__}: {caught.value}", 100)
 
 
-def test_texts_of_the_commonest_errors() -> None:
+def test_texts_of_the_most_common_errors() -> None:
     """Printed as a user sees them: what was given, what is accepted, the remedy."""
     w: Tensor = torch.zeros(4, 64)
     weight = quantize(w, "mxfp4")

@@ -137,7 +137,7 @@ def test_chunk_split_and_unbind(format: str) -> None:
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_parts_put_together_are_the_whole(format: str) -> None:
+def test_cat_and_stack_of_parts_give_the_whole(format: str) -> None:
     """cat and stack copy codes: the whole comes back byte for byte, from rows and from whole blocks of columns."""
     weight = quantize(torch.randn(6, 72), format)
     assert same_bytes(torch.cat(weight.chunk(3)), weight)
@@ -156,7 +156,7 @@ def test_a_single_tensor_can_be_concatenated() -> None:
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_shape_stride_and_bytes_are_true(format: str) -> None:
+def test_shape_stride_and_nbytes(format: str) -> None:
     """Logical shape, dense strides, and the bytes that are really held."""
     w = torch.randn(6, 72, dtype=torch.float16)
     weight = quantize(w, format)
@@ -179,7 +179,7 @@ def test_shape_stride_and_bytes_are_true(format: str) -> None:
     "format, bits", [("mxfp4", 4.25), ("mxfp6_e2m3", 6.25), ("mxfp6_e3m2", 6.25), ("mxfp8_e4m3", 8.25),
                      ("mxfp8_e5m2", 8.25), ("nvfp4", 4.5)],
 )  # fmt: skip
-def test_bits_a_weight(format: str, bits: float) -> None:
+def test_nbytes_is_the_bits_of_the_format(format: str, bits: float) -> None:
     weight = quantize(torch.randn(64, 256, dtype=torch.bfloat16), format)
     extra = 0 if weight.per_tensor_scale is None else weight.per_tensor_scale.nbytes
     assert (weight.nbytes - extra) * 8 == bits * weight.numel()
@@ -222,7 +222,7 @@ def test_clone_shares_nothing() -> None:
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_equal(format: str) -> None:
+def test_equal_compares_codes_and_scales(format: str) -> None:
     w = torch.randn(4, 64)
     weight = quantize(w, format)
     assert torch.equal(weight, weight)
@@ -235,7 +235,7 @@ def test_equal(format: str) -> None:
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_new_zeros(format: str) -> None:
+def test_new_zeros_is_quantized(format: str) -> None:
     zeros = quantize(torch.randn(4, 64), format).new_zeros((3, 40))
     assert zeros.shape == (3, 40)
     assert zeros.dtype == torch.float32
