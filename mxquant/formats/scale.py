@@ -19,6 +19,7 @@ from mxquant.formats.spec import ELEMENT_FORMATS, ElementFormat
 
 NAN_BYTE = 255
 _INFINITY_BITS = 0x7F800000
+_MIN_NORMAL_BITS = 0x800000
 _MANTISSA_MASK = 0x7FFFFF
 _FP4_MANTISSA_BITS = ELEMENT_FORMATS["e2m1"].mantissa_bits
 _E4M3 = ELEMENT_FORMATS["e4m3"]
@@ -42,8 +43,14 @@ def e8m0_from_amax(amax_bits: Tensor, element: ElementFormat, mode: str) -> Tens
         mode: "floor", "even", "ceil", "rceil" or "even_fp4".
 
     Returns:
-        int32 in 0..254, 255 where the magnitude is Inf or NaN. At most 253 otherwise.
+        int32 in 0..254; 255 where the magnitude is Inf or NaN.
     """
+    nonfinite = is_nonfinite(amax_bits)
+    if element.max_exponent == 0:
+        # Subnormals from 2^-127 on as numbers with exponent 0. Under other element formats all of them get byte 0.
+        amax_bits = torch.where(
+            amax_bits < _MIN_NORMAL_BITS, (amax_bits * 2 - _MIN_NORMAL_BITS).clamp(min=0), amax_bits
+        )
     exponent = amax_bits >> 23
     if mode == "even":
         exponent = (amax_bits + (1 << (22 - element.mantissa_bits))) >> 23
@@ -58,13 +65,14 @@ def e8m0_from_amax(amax_bits: Tensor, element: ElementFormat, mode: str) -> Tens
         exponent = exponent + ((amax_bits & _MANTISSA_MASK) > max_mantissa)
     elif mode != "floor":
         raise ValueError(f"scale mode {mode!r} is unknown; use floor, even, ceil, rceil or even_fp4")
-    byte = (exponent - element.max_exponent).clamp_(min=0)
-    return byte.masked_fill_(is_nonfinite(amax_bits), NAN_BYTE)
+    byte = (exponent - element.max_exponent).clamp_(0, NAN_BYTE - 1)
+    return byte.masked_fill_(nonfinite, NAN_BYTE)
 
 
 def e8m0_reciprocal(byte: Tensor) -> Tensor:
-    """fp32 2^(127-b) of int32 bytes 0..253: a normal number for each, unlike 2^(b-127); -Inf for 255."""
-    return ((254 - byte) << 23).view(torch.float32)
+    """fp32 2^(127-b) of int32 bytes 0..254; -Inf for 255."""
+    bits = (254 - byte) << 23
+    return bits.masked_fill_(byte == 254, 1 << 22).view(torch.float32)
 
 
 def e8m0_to_float(byte: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:

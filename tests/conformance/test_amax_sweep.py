@@ -166,7 +166,7 @@ def test_compressed_tensors_in_fp16_loses_subnormals_and_the_largest() -> None:
     assert np.count_nonzero(predicted != scale_bytes(amax_of(x, 32), ELEMENTS["e2m1"], "even")) == 1152
 
 
-@pytest.mark.parametrize("element", ELEMENTS)
+@pytest.mark.parametrize("element", ["e2m1", "e2m3", "e3m2", "e4m3", "e5m2"])
 def test_quark_misreads_magnitudes_just_below_a_power_of_two(element: str) -> None:
     """A logarithm in bf16 sends a magnitude up a binade, never down one."""
     recorded = load("amax_bf16_sweep")[f"quark|{element}|floor|s"][:FINITE].astype(int)

@@ -173,7 +173,7 @@ def test_a_block_with_nan_or_inf_is_nan(name: str, element: str, mode: str) -> N
 
 
 @pytest.mark.parametrize("mode", ["floor", "even", "ceil", "rceil"])
-@pytest.mark.parametrize("element", ELEMENTS)
+@pytest.mark.parametrize("element", ["e2m1", "e2m3", "e3m2", "e4m3", "e5m2"])
 @pytest.mark.parametrize("name", ["edges.bf16", "edges.f32"])
 def test_torchao_marks_nan_but_not_inf(name: str, element: str, mode: str) -> None:
     """torchao's byte for a block with NaN is ours; one with only Inf gets a finite scale there."""

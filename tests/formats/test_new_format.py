@@ -69,6 +69,20 @@ def test_it_quantizes_and_dequantizes(dtype: torch.dtype) -> None:
     np.testing.assert_array_equal(partial.dequantize(torch.float64).numpy(), expected)
 
 
+@pytest.mark.parametrize("exponent", [-149, -135, -128, -127, -126, 0, 126, 127])
+@pytest.mark.parametrize("mode", ["floor", "even"])
+def test_its_largest_and_smallest_blocks(exponent: int, mode: str) -> None:
+    """Its largest power of two is 1, so its scales reach 2^127, the largest there is."""
+    x = torch.zeros(3, 32)
+    x[:, 0] = torch.tensor([1.0, 1.5, 1.99]) * 2.0**exponent
+    found = quantize(x, "mxint6", scale_mode=mode)
+    byte = min(max(exponent, -127) + 127, 254)
+    rounded_up = 1 if mode == "even" and -127 <= exponent < 127 else 0
+    assert found.scale.flatten().tolist() == [byte, byte, byte + rounded_up]
+    error = (found.dequantize(torch.float64) - x.double()).abs().max().item()
+    assert error <= 2.0 ** max(exponent, -127) / 16
+
+
 @pytest.mark.parametrize("activation", ["same", None, "mxfp8", "nvfp4"])
 def test_a_linear_multiplies_it_by_emulation(activation: str | None) -> None:
     linear, x = nn.Linear(64, 48), torch.randn(7, 64)

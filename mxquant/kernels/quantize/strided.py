@@ -241,10 +241,11 @@ def mxquant_quantize_strided(
     BITS: tl.constexpr = 1 + EXPONENT_BITS + MANTISSA_BITS
     if CANONICAL_ZERO:
         bits = tl.where((codes & ((1 << (BITS - 1)) - 1)) == 0, 0, bits)
+    is_nan = byte == 255
     WIDTH: tl.constexpr = qdata_ptr.dtype.element_ty.primitive_bitwidth
     base = qdata_ptr + row * qdata_stride + first * BITS // WIDTH
     left = qdata_stride - first * BITS // WIDTH
-    _store_codes(codes, bits, byte == 255, base, left, row < rows, BITS, WHOLE)
+    _store_codes(codes, bits, is_nan, base, left, row < rows, BITS, WHOLE)
 
 
 @triton.jit
