@@ -96,7 +96,7 @@ def experts_layout(module: nn.Module) -> ExpertsLayout | None:
     Raises:
         ValueError: the layout that the user registered for its class names a parameter that it does not have.
     """
-    # NOTE: Dynamo warns of caches, and asks once a graph.
+    # NOTE: Dynamo warns about lru_cache, and traces this only once a graph.
     layouts_of = _layouts_of if torch.compiler.is_compiling() else _cached_layouts_of
     registered, families = layouts_of(type(module))  # type: ignore[arg-type]
     if registered is not None:
