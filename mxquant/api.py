@@ -9,10 +9,10 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor, nn
 
+from mxquant.algorithms.blockwise import Batch
 from mxquant.algorithms.calibrate import calibrate
-from mxquant.algorithms.quality import output_sqnr_db
+from mxquant.algorithms.output_sqnr import output_sqnr_db
 from mxquant.algorithms.resume import SavedStages, open_stages
-from mxquant.algorithms.stages import Batch
 from mxquant.backends import select as select_backend
 from mxquant.config import resolve_mapping
 from mxquant.modules.experts_layouts import experts_layout
@@ -206,7 +206,7 @@ def _log_stop(name: str, done: int, total: int, saved: SavedStages | None) -> No
         name,
         done,
         total,
-        _LEAVE_OUT_QUANTIZED if saved is None else saved.how_to_go_on,
+        _LEAVE_OUT_QUANTIZED if saved is None else saved.resume_hint,
     )
 
 

@@ -1,4 +1,4 @@
-"""What finds better codes than rounding to nearest, and better formats than one for all: GPTQ, and sensitivity."""
+"""GPTQ calibration, and sensitivity analysis for mixed precision."""
 
 from mxquant.algorithms.sensitivity import LayerSensitivity, Sensitivity, sensitivity
 

@@ -1,4 +1,4 @@
-"""Quantizing the weights of a model by GPTQ, stage by stage, with the Hessians of one stage held at a time."""
+"""GPTQ calibration of a model, one stage at a time: accumulate the stage's Hessians, then quantize its weights."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mxquant.algorithms.block_offload import Placement
+from mxquant.algorithms.block_offload import BlockOffload
+from mxquant.algorithms.blockwise import Batch, Stage, block_stages, calibration_mode, feed_next, model_stage
+from mxquant.algorithms.expert_inputs import weight_matrix
 from mxquant.algorithms.gptq import Grid, gptq, rotated_hessian
-from mxquant.algorithms.hessians import Inputs, Observer
-from mxquant.algorithms.matrices import matrix_of
+from mxquant.algorithms.hessians import HessianObserver, SharedInputs
 from mxquant.algorithms.resume import SavedStages
-from mxquant.algorithms.stages import Batch, Stage, block_stages, calibrating, model_stage, pass_on
 from mxquant.backends.base import Operand
 from mxquant.config import GPTQ, _MXConfig
 from mxquant.formats import get_format, nvfp4_per_tensor_scale
@@ -26,6 +26,7 @@ from mxquant.tensor import Metadata, MXTensor
 _logger = logging.getLogger("mxquant")
 
 Replace = Callable[[Target, WeightQuantizer], None]
+"""Quantizes a target's weight by a quantizer of single matrices, and swaps it in."""
 
 
 def calibrate(
@@ -36,106 +37,108 @@ def calibrate(
     saved: SavedStages | None = None,
     device: torch.device | None = None,
 ) -> None:
-    """Quantize `targets`, all of whose configs ask for GPTQ, by what the model computes on `batches`.
+    """Quantize `targets` by GPTQ on calibration batches.
 
-    Nothing in it is random: the same model and batches give the same codes on the same machine.
+    Deterministic: the same model and batches give the same codes on the same machine.
 
     Args:
-        targets: emptied, so that what is replaced is freed.
-        batches: each what the model is called with: a tensor, a tuple of positional or a dict of keyword arguments.
-        replace: puts a quantized weight in a target's place, given what finds the codes of its matrices.
-        saved: stages that are there are taken from it instead of computed, others are added to it when finished.
-        device: where blocks run, one at a time, their weights are found and stay; None: where the model is.
+        targets: all with a GPTQ config. The list is emptied, so that each original weight is freed once it is replaced.
+        batches: each is what the model is called with.
+        replace: called once for each target.
+        saved: finished stages are read from it instead of computed; others are written to it.
+        device: where blocks run one at a time and quantized weights stay; None: the model's device.
     """
     sequential = all(_settings(target.config).sequential for target in targets)
-    placement = Placement(model, device, targets)
-    replacing = _Replacing(replace, placement)
+    offload = BlockOffload(model, device, targets)
+    replacing = _Replacer(replace, offload)
     left = dict.fromkeys(targets)
     names = [target.name for target in targets]
     targets.clear()
-    with calibrating(model), placement:
-        whole = model_stage(model, batches, placement)
+    with calibration_mode(model), offload:
+        whole = model_stage(model, batches, offload)
         stages = block_stages(model, whole, names)
         if stages:
-            whole.parts = [stage.module for stage in stages]
+            whole.units = [stage.module for stage in stages]
         outside = [target for target in left if not any(_is_inside(target, stage) for stage in stages)]
-        if sequential and stages and (before := _seen_before(stages[0].module, whole, outside)):
+        if sequential and stages and (before := _targets_before(stages[0].module, whole, outside)):
             for target in before:
                 del left[target]
             number = len(stages) + 1
-            stages.clear()  # what they were given was of the weights as they were
-            _finish(number, whole, before, sequential, replacing, saved, wants_outputs=False)
+            stages.clear()  # their captured inputs are those of the original weights
+            _quantize_or_resume(number, whole, before, sequential, replacing, saved, wants_outputs=False)
             stages = block_stages(model, whole, names)
         for index, stage in enumerate(stages):
             inside = [target for target in left if _is_inside(target, stage)]
             for target in inside:
                 del left[target]
             wants_outputs = any(saved is None or number not in saved for number in range(index + 1, len(stages)))
-            outputs = _finish(index, stage, inside, sequential, replacing, saved, wants_outputs=wants_outputs)
+            outputs = _quantize_or_resume(
+                index, stage, inside, sequential, replacing, saved, wants_outputs=wants_outputs
+            )
             if wants_outputs:
-                pass_on(outputs, stages[index + 1])
+                feed_next(outputs, stages[index + 1])
             stage.calls.clear()
         if left:
-            _finish(len(stages), whole, list(left), sequential, replacing, saved, wants_outputs=False)
-    replacing.warn_of_few()
+            _quantize_or_resume(len(stages), whole, list(left), sequential, replacing, saved, wants_outputs=False)
+    replacing.warn_of_few_tokens()
 
 
 def _is_inside(target: Target, stage: Stage) -> bool:
-    """Whether the stage shows all that a weight multiplies."""
+    """Whether all layers that multiply with the weight are in the stage."""
     names = [site.name for site in target.sites if site.kind != "embedding"]
     return bool(names) and all(name.startswith(f"{stage.name}.") for name in names)
 
 
-def _seen_before(block: torch.nn.Module, whole: Stage, targets: Sequence[Target]) -> list[Target]:
-    """Those that run before the block in the first batch, and once only."""
+def _targets_before(block: torch.nn.Module, whole: Stage, targets: Sequence[Target]) -> list[Target]:
+    """The targets whose layers run before the block in the first batch, and only once."""
     if not targets:
         return []
-    observer, first = Observer(targets), []
-    observer.sums = False
-    handle = block.register_forward_pre_hook(lambda module, args: first.extend(observer.found))
+    observer, first = HessianObserver(targets), []
+    observer.accumulates = False
+    handle = block.register_forward_pre_hook(lambda module, args: first.extend(observer.groups))
     try:
-        whole.first().run(observer.after_batch)
+        whole.first_batch().run(observer.after_batch)
     finally:
         handle.remove()
         observer.close()
     return [target for inputs in first if not inputs.runs_again for target in inputs.targets]
 
 
-def _finish(
+def _quantize_or_resume(
     number: int,
     stage: Stage,
     targets: Sequence[Target],
     sequential: bool,
-    replace: _Replacing,
+    replace: _Replacer,
     saved: SavedStages | None,
     *,
     wants_outputs: bool,
 ) -> list[Any]:
-    """Quantize the weights of one stage, or take them from where they are saved; its outputs as `_quantize_stage`'s."""
+    """Quantize one stage, or read its weights from `saved`. Returns outputs as `_quantize_stage` does."""
     if saved is None or not targets:
         return _quantize_stage(stage, targets, sequential, replace, wants_outputs=wants_outputs)
     if number not in saved:
         outputs = _quantize_stage(stage, targets, sequential, replace, wants_outputs=wants_outputs)
-        saved.write(number, {target.name: _current(target) for target in targets})
+        saved.write(number, {target.name: _quantized_weight(target) for target in targets})
         return outputs
     before = stage.run(lambda: None, wants_outputs=True) if wants_outputs and not sequential else []
     weights = saved.read(number)
     for target in targets:
-        device = stage.placement.device or target.parameter.device
-        replace(target, _among(_matrices_of(weights.pop(target.name), target, device)))
+        device = stage.offload.device or target.parameter.device
+        replace(target, _lookup(_saved_matrices(weights.pop(target.name), target, device)))
     return stage.run(lambda: None, wants_outputs=True) if wants_outputs and sequential else before
 
 
-def _current(target: Target) -> Tensor:
-    """What has taken the place of a target's parameter."""
+def _quantized_weight(target: Target) -> Tensor:
+    """The parameter that has replaced the target's original one."""
     site = target.sites[0]
     weight = site.module._parameters[site.attribute]
     assert weight is not None
     return weight
 
 
-def _matrices_of(weight: MXTensor, target: Target, device: torch.device) -> dict[int, MXTensor]:
-    """A saved weight by the indices of its matrices, on a device, with no rule for activations."""
+def _saved_matrices(weight: MXTensor, target: Target, device: torch.device) -> dict[int, MXTensor]:
+    """The matrices of a saved weight by index, on `device`, as a `WeightQuantizer` returns them: weight-only."""
     parts = (None if inner is None else inner.to(device) for inner in weight.operand)
     operand = Operand(*parts)  # type: ignore[arg-type]
     there = MXTensor(operand, weight.metadata, weight.shape).with_activation(None)
@@ -143,24 +146,28 @@ def _matrices_of(weight: MXTensor, target: Target, device: torch.device) -> dict
 
 
 def _quantize_stage(
-    stage: Stage, targets: Sequence[Target], sequential: bool, replace: _Replacing, *, wants_outputs: bool
+    stage: Stage, targets: Sequence[Target], sequential: bool, replace: _Replacer, *, wants_outputs: bool
 ) -> list[Any]:
-    """Quantize the weights of one stage. Its outputs are those of the stage as it was, or, sequential, as it is now."""
-    observer, outputs = Observer(targets), list[Any]()
+    """Quantize the weights of one stage.
+
+    Returns:
+        the stage's outputs: before quantization, or after it if `sequential`; empty without `wants_outputs`.
+    """
+    observer, outputs = HessianObserver(targets), list[Any]()
     try:
         if not sequential:
             outputs = stage.run(observer.after_batch, wants_outputs=wants_outputs)
-            for inputs in observer.found:
+            for inputs in observer.groups:
                 _replace_all(inputs, replace)
         else:
-            _discover(stage, observer, targets)
-            for inputs in observer.found:
+            _find_shared_inputs(stage, observer, targets)
+            for inputs in observer.groups:
                 observer.only = inputs
                 stage.run(observer.after_batch)
                 _replace_all(inputs, replace)
     finally:
         observer.close()
-    observed = {target for inputs in observer.found for target in inputs.targets}
+    observed = {target for inputs in observer.groups for target in inputs.targets}
     for target in targets:
         if target not in observed:
             _logger.warning("%s: no input was seen, so it is rounded to nearest", target.name)
@@ -170,39 +177,39 @@ def _quantize_stage(
     return outputs
 
 
-def _discover(stage: Stage, observer: Observer, targets: Sequence[Target]) -> None:
-    """Find out which layers share their inputs: from one batch, or, if some are not reached by it, from all."""
-    observer.sums = False
-    stage.first().run(observer.after_batch)
-    if sum(len(inputs.targets) for inputs in observer.found) < len(targets):
+def _find_shared_inputs(stage: Stage, observer: HessianObserver, targets: Sequence[Target]) -> None:
+    """Find out which layers share their inputs: by the first batch, or by all if it does not reach every layer."""
+    observer.accumulates = False
+    stage.first_batch().run(observer.after_batch)
+    if sum(len(inputs.targets) for inputs in observer.groups) < len(targets):
         stage.run(observer.after_batch)
-    observer.sums = True
+    observer.accumulates = True
 
 
-def _replace_all(inputs: Inputs, replace: _Replacing) -> None:
-    """Quantize the weights that share these inputs, and forget the sums."""
-    alike: dict[tuple[object, ...], list[Target]] = {}
+def _replace_all(inputs: SharedInputs, replace: _Replacer) -> None:
+    """Quantize the weights that share these inputs, and free their Hessians."""
+    by_config: dict[tuple[object, ...], list[Target]] = {}
     for target in inputs.targets:
         config = target.config
         key = (config.format, config.scale_mode, config.rotation, config.gptq)
-        alike.setdefault(key, []).append(target)
-    for targets in alike.values():
-        solved = {
-            index: _solve(targets, index, hessian)
+        by_config.setdefault(key, []).append(target)
+    for targets in by_config.values():
+        quantized = {
+            index: _gptq_stacked(targets, index, hessian)
             for index, hessian in inputs.hessians.items()
             if inputs.tokens[index] >= _settings(targets[0].config).min_tokens
         }
         for position, target in enumerate(targets):
-            matrices = {index: found[position] for index, found in solved.items()}
-            replace(target, replace.solved(target, matrices, inputs.tokens))
+            matrices = {index: found[position] for index, found in quantized.items()}
+            replace(target, replace.quantizer_from(target, matrices, inputs.tokens))
     inputs.clear()
 
 
-def _solve(targets: Sequence[Target], index: int, hessian: Tensor) -> list[MXTensor]:
-    """One matrix of each target, all with the same inputs and config, as one tall matrix.
+def _gptq_stacked(targets: Sequence[Target], index: int, hessian: Tensor) -> list[MXTensor]:
+    """Quantize one matrix of each target, all with the same inputs and config, stacked to one tall matrix.
 
     Raises:
-        ValueError: inputs whose Hessian is not finite, or cannot be factored.
+        ValueError: the Hessian is not finite or has no Cholesky factor.
     """
     config = targets[0].config
     fmt = get_format(config.format)
@@ -214,12 +221,12 @@ def _solve(targets: Sequence[Target], index: int, hessian: Tensor) -> list[MXTen
             f"{what}: calibration gives it inputs that are NaN, infinite or too large for sums of squares in fp32; "
             "find the batch by running the model on each, and leave it out"
         )
-    matrices = [matrix_of(target, index).to(hessian.device) for target in targets]
+    matrices = [weight_matrix(target, index).to(hessian.device) for target in targets]
     w = [
         matrix.float() if config.rotation is None else hadamard(matrix, config.rotation).float() for matrix in matrices
     ]
     scales = [nvfp4_per_tensor_scale(one, config.scale_mode) for one in w] if fmt.per_tensor else [None] * len(w)
-    grid = Grid(fmt, config.scale_mode, _one_a_row(scales, w))
+    grid = Grid(fmt, config.scale_mode, _per_row_scales(scales, w))
     if config.rotation is not None:
         hessian = rotated_hessian(hessian, config.rotation)
     try:
@@ -240,52 +247,52 @@ def _solve(targets: Sequence[Target], index: int, hessian: Tensor) -> list[MXTen
     return found
 
 
-def _one_a_row(scales: Sequence[Tensor | None], matrices: Sequence[Tensor]) -> Tensor | None:
-    """The per-tensor scales of matrices one below the other: [rows, 1]."""
+def _per_row_scales(scales: Sequence[Tensor | None], matrices: Sequence[Tensor]) -> Tensor | None:
+    """The per-tensor scale of each row of the stacked matrices, [rows, 1]; None if the format has none."""
     columns = [
         scale.expand(matrix.shape[0], 1) for scale, matrix in zip(scales, matrices, strict=True) if scale is not None
     ]
     return torch.cat(columns) if columns else None
 
 
-class _Replacing:
-    """`Replace`, and a record of the matrices that saw too few tokens, for one warning about all of them."""
+class _Replacer:
+    """Replaces weights, keeps them on the device, and collects the matrices with too few tokens for one warning."""
 
-    def __init__(self, replace: Replace, placement: Placement) -> None:
+    def __init__(self, replace: Replace, offload: BlockOffload) -> None:
         self._replace = replace
-        self._placement = placement
-        self._few: list[str] = []
+        self._offload = offload
+        self._few_tokens: list[str] = []
 
     def __call__(self, target: Target, quantizer: WeightQuantizer) -> None:
         self._replace(target, quantizer)
-        self._placement.keep(target)
+        self._offload.keep_on_device(target)
 
-    def solved(self, target: Target, found: dict[int, MXTensor], tokens: dict[int, int]) -> WeightQuantizer:
-        """The quantizer that knows the answers; what has none is rounded to nearest, and noted."""
+    def quantizer_from(self, target: Target, found: dict[int, MXTensor], tokens: dict[int, int]) -> WeightQuantizer:
+        """A quantizer that looks GPTQ's results up. A matrix without one is rounded to nearest and recorded."""
 
         def quantizer(weight: Tensor, config: _MXConfig, k_axis: int, index: int) -> MXTensor:
             if index in found:
                 return found[index]
             matrix = f" matrix {index} of its stack" if target.sites[0].kind == "experts" else ""
             needed = _settings(target.config).min_tokens
-            self._few.append(f"{target.name}{matrix} ({tokens.get(index, 0)} of {needed})")
+            self._few_tokens.append(f"{target.name}{matrix} ({tokens.get(index, 0)} of {needed})")
             return round_to_nearest(weight, config, k_axis, index)
 
         return quantizer
 
-    def warn_of_few(self) -> None:
-        if self._few:
+    def warn_of_few_tokens(self) -> None:
+        if self._few_tokens:
             _logger.warning(
                 "%d matrices saw fewer tokens than GPTQ's min_tokens, so they are rounded to nearest; calibrate on "
                 "more: %s%s",
-                len(self._few),
-                ", ".join(self._few[:8]),
-                ", ..." if len(self._few) > 8 else "",
+                len(self._few_tokens),
+                ", ".join(self._few_tokens[:8]),
+                ", ..." if len(self._few_tokens) > 8 else "",
             )
 
 
-def _among(matrices: dict[int, MXTensor]) -> WeightQuantizer:
-    """The quantizer that knows every answer."""
+def _lookup(matrices: dict[int, MXTensor]) -> WeightQuantizer:
+    """A quantizer that looks every matrix up."""
     return lambda weight, config, k_axis, index: matrices[index]
 
 

@@ -1,8 +1,9 @@
-"""What quantizing each weight alone adds to the loss, from gradients that hooks see during a backward.
+"""Estimating the loss that quantizing each weight adds, by the diagonal of the Fisher information.
 
-For one matrix: half the sum of (gradient x error)^2, over the elements of the weight, token by token, and of its
-inputs where activations are quantized. Experts have one matrix each, and the tokens that are routed to them. A block
-of experts runs as its model says; what passes inside it is computed again in its backward, one expert after the other.
+Hooks see a layer's inputs in the forward and the gradients of its outputs in the backward. The estimate for one matrix
+is half the sum of (gradient x error)^2 over the elements of the weight, token by token. With quantized activations the
+same sum over the inputs is added. Each expert has one matrix, and the tokens that are routed to it. A block of experts
+runs unchanged in the forward; its backward hook recomputes it expert by expert to get the gradients inside.
 
 Legend: T tokens (of one expert: rows R), N output features, K input features, H width of a token.
 """
@@ -17,8 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from mxquant.algorithms.calls import version_of
-from mxquant.algorithms.matrices import is_computable, is_routed_call, matrix_of, multiply, rows_of_experts
+from mxquant.algorithms.expert_inputs import expert_linear, is_computable, is_routed_call, routed_rows, weight_matrix
+from mxquant.algorithms.forward_calls import tensor_version
 from mxquant.config import _MXConfig
 from mxquant.formats import get_format
 from mxquant.modules.experts import ExpertsLayout
@@ -28,20 +29,24 @@ from mxquant.reference.hadamard import hadamard
 from mxquant.tensor import quantize
 
 
-class Sums:
-    """Of one weight: the squared gradients of its matrices, and the losses that their quantized inputs add."""
+class FisherSums:
+    """For one weight: the Fisher diagonal of each of its matrices, and the loss that quantized inputs add."""
 
     def __init__(self, target: Target, configs: Sequence[_MXConfig]) -> None:
         self.target = target
-        self.is_known = any(site.kind == "linear" for site in target.sites)
-        """Whether its estimate means something. That of experts does when their block was seen to run."""
+        self.has_estimate = any(site.kind == "linear" for site in target.sites)
+        """Whether there is an estimate. Experts have one once their block has run."""
         self._configs = configs
         self._fisher: dict[int, Tensor] = {}
         self._input_losses = [0.0] * len(configs)
 
     def add(self, index: int, x_TK: Tensor, gradient_TN: Tensor) -> Tensor:
-        """Rows that matrix `index` multiplies and the gradients of what comes out; those of the rows, fp32 [T, K]."""
-        matrix_NK = matrix_of(self.target, index).float()
+        """Accumulate the rows that matrix `index` multiplies and the gradients of its outputs.
+
+        Returns:
+            the gradients of the rows, fp32 [T, K].
+        """
+        matrix_NK = weight_matrix(self.target, index).float()
         x_TK, gradient_TN = x_TK.detach().float(), gradient_TN.float()
         if index not in self._fisher:
             self._fisher[index] = torch.zeros_like(matrix_NK, memory_format=torch.contiguous_format)
@@ -54,10 +59,10 @@ class Sums:
         return gradient_TK
 
     def losses(self) -> tuple[float, ...]:
-        """For each config, of the weight's and the inputs' errors together."""
+        """The added loss for each config, by the errors of the weight and of the inputs."""
         found = list(self._input_losses)
         for index, fisher_NK in self._fisher.items():
-            matrix_NK = matrix_of(self.target, index).float()
+            matrix_NK = weight_matrix(self.target, index).float()
             for position, config in enumerate(self._configs):
                 q = quantize(matrix_NK, config.format, scale_mode=config.scale_mode, rotation=config.rotation)
                 error_NK = q.dequantize() - matrix_NK
@@ -65,11 +70,11 @@ class Sums:
         return tuple(found)
 
 
-def observe(sums: Sequence[Sums]) -> list[RemovableHandle]:
-    """Hooks that add what forwards and backwards show, until their handles are removed."""
+def attach_hooks(sums: Sequence[FisherSums]) -> list[RemovableHandle]:
+    """Attach the hooks that accumulate into `sums`. Remove them by the handles."""
     handles = []
-    blocks: dict[nn.Module, dict[str, Sums]] = {}
-    kept = _Kept()
+    blocks: dict[nn.Module, dict[str, FisherSums]] = {}
+    kept = _InputCopies()
     for one in sums:
         for site in one.target.computing_sites:
             if site.kind == "experts":
@@ -85,8 +90,8 @@ def observe(sums: Sequence[Sums]) -> list[RemovableHandle]:
     return handles
 
 
-class _Kept:
-    """Copies of inputs, which the model may work on in place before the backward; one for layers that share one."""
+class _InputCopies:
+    """Copies of inputs, since the model may change them in place before the backward. Layers share one copy."""
 
     def __init__(self) -> None:
         self._last: tuple[weakref.ref[Tensor], int, weakref.ref[Tensor]] | None = None
@@ -95,14 +100,14 @@ class _Kept:
         if self._last is not None:
             source, version, copy = self._last
             kept = copy()
-            if kept is not None and source() is x and version == version_of(x):
+            if kept is not None and source() is x and version == tensor_version(x):
                 return kept
         kept = x.detach().clone()
-        self._last = weakref.ref(x), version_of(x), weakref.ref(kept)
+        self._last = weakref.ref(x), tensor_version(x), weakref.ref(kept)
         return kept
 
 
-def _linear_hook(sums: Sums, kept: _Kept) -> Any:
+def _linear_hook(sums: FisherSums, kept: _InputCopies) -> Any:
     def hook(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
         x = kept(args[0])
         output.register_hook(lambda gradient: _add_linear(sums, x.flatten(0, -2), gradient.flatten(0, -2)))
@@ -110,11 +115,11 @@ def _linear_hook(sums: Sums, kept: _Kept) -> Any:
     return hook
 
 
-def _add_linear(sums: Sums, x_TK: Tensor, gradient_TN: Tensor) -> None:
+def _add_linear(sums: FisherSums, x_TK: Tensor, gradient_TN: Tensor) -> None:
     sums.add(0, x_TK, gradient_TN)
 
 
-def _experts_hook(layout: ExpertsLayout, parts: Mapping[str, Sums], kept: _Kept) -> Any:
+def _experts_hook(layout: ExpertsLayout, parts: Mapping[str, FisherSums], kept: _InputCopies) -> Any:
     def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if is_routed_call(args) and isinstance(output, Tensor):
             given = tuple(kept(argument) for argument in args)
@@ -126,20 +131,22 @@ def _experts_hook(layout: ExpertsLayout, parts: Mapping[str, Sums], kept: _Kept)
 def _add_experts(
     module: nn.Module,
     layout: ExpertsLayout,
-    parts: Mapping[str, Sums],
+    parts: Mapping[str, FisherSums],
     args: tuple[Any, ...],
     gradient_TH: Tensor,
 ) -> None:
-    """From the gradient of a block's output, those of what each of its matrices gives."""
+    """Backpropagate the gradient of a block's output to the outputs of each of its matrices."""
     assert layout.down is not None
     assert layout.gate is not None
     for sums in parts.values():
-        sums.is_known = True
-    for rows in rows_of_experts(module, layout, args):
+        sums.has_estimate = True
+    for rows in routed_rows(module, layout, args):
         with torch.enable_grad():
-            outputs = [multiply(module, layout, name, rows.expert, rows.x_RH).requires_grad_() for name in layout.up]
+            outputs = [
+                expert_linear(module, layout, name, rows.expert, rows.x_RH).requires_grad_() for name in layout.up
+            ]
             h_RK = layout.gate(module, *outputs)
-            y_RH = multiply(module, layout, layout.down, rows.expert, h_RK.detach()).requires_grad_()
+            y_RH = expert_linear(module, layout, layout.down, rows.expert, h_RK.detach()).requires_grad_()
             given_RH = y_RH if layout.post_norm is None else getattr(module, layout.post_norm)(y_RH)
             given_RH = given_RH if rows.weight_R1 is None else given_RH * rows.weight_R1
         (gradient_RH,) = torch.autograd.grad(given_RH, y_RH, gradient_TH[rows.token_R].to(given_RH.dtype))
@@ -151,7 +158,7 @@ def _add_experts(
 
 
 def _quantized_input(x_TK: Tensor, config: _MXConfig) -> Tensor:
-    """What the matmul makes of its input, rotated back."""
+    """The input as the matmul rounds it: rotated, fake-quantized and rotated back."""
     assert config.activation_format is not None
     fmt = get_format(config.activation_format, activation=True)
     mode = config.activation_scale_mode or fmt.default_scale_mode
@@ -162,7 +169,7 @@ def _quantized_input(x_TK: Tensor, config: _MXConfig) -> Tensor:
 
 
 def _require_gradient(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Gradients reach a layer's output also where no parameter before it takes any."""
+    """Let gradients reach a layer's output where no parameter before it requires any."""
     if not args or not isinstance(args[0], Tensor):
         return args
     first, *rest = args

@@ -1,12 +1,11 @@
-"""GPTQ on the grid of a block format: codes that spoil a layer's outputs least, not its weights.
+"""GPTQ for block formats: codes that minimize the error of a layer's outputs instead of its weights.
 
-Columns are rounded one after the other; what rounding one adds to the outputs is taken out of the columns still to
-come, as well as the inputs' correlations (the Hessian) allow. A block's scale is chosen when its first column is
-reached, from the weights as they are by then. "GPTQ" (arXiv 2210.17323), with blocks and scales as in "Bridging the
-Gap Between Promise and Performance for Microscaling FP4" (arXiv 2509.23202).
+Columns are rounded one after the other. The output error of each is compensated in the columns that are not rounded
+yet, by the inverse Hessian. A block's scale is chosen when its first column is reached, from the weights as compensated
+so far. Sources: "GPTQ" (arXiv 2210.17323); blocks and scales as in "Bridging the Gap Between Promise and Performance
+for Microscaling FP4" (arXiv 2509.23202).
 
-Legend: N output features, K input features, B blocks along K. Plain tensors, everything in fp32 but the factor of the
-Hessian, in fp64.
+Legend: N output features, K input features, B blocks along K. All in fp32, but for the Cholesky factor in fp64.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from mxquant.reference.hadamard import hadamard
 
 
 class Grid(NamedTuple):
-    """What weights are rounded to."""
+    """The format, scale mode and per-tensor scale that weights are rounded to."""
 
     format: Format
     scale_mode: str
@@ -40,14 +39,17 @@ def rotated_hessian(hessian_KK: Tensor, rotation: int) -> Tensor:
 
 
 def gptq(w_NK: Tensor, hessian_KK: Tensor, grid: Grid, settings: GPTQ) -> tuple[Tensor, Tensor]:
-    """Codes and scales of one matrix, or of several with the same inputs one below the other.
+    """Quantize one matrix, or several with the same inputs stacked along N.
 
     Args:
-        w_NK: fp32, finite; rotated if its codes are to be.
-        hessian_KK: X^T X of the inputs X [tokens, K], in fp32, times any factor; rotated likewise.
+        w_NK: fp32, finite; already rotated if the config has a rotation.
+        hessian_KK: X^T X of the inputs X [tokens, K], in fp32, up to a factor; rotated likewise.
 
     Returns:
-        codes, uint8 [N, packed bytes]; scales, uint8 [N, B].
+        packed codes, uint8 [N, packed bytes]; scales, uint8 [N, B].
+
+    Raises:
+        torch.linalg.LinAlgError: the damped Hessian is not positive definite.
     """
     fmt, size = grid.format, grid.format.block_size
     assert size is not None
@@ -55,12 +57,12 @@ def gptq(w_NK: Tensor, hessian_KK: Tensor, grid: Grid, settings: GPTQ) -> tuple[
     scale_NB = torch.empty(n, fmt.num_blocks(k), dtype=torch.uint8, device=w_NK.device)
     order = torch.arange(k, device=w_NK.device)
     if settings.act_order:
-        # Columns in any order need scales that are there beforehand.
+        # Columns of one block are not reached together, so all scales are chosen first.
         _, scale_NB = _quantize(w_NK, grid)
         order = hessian_KK.diagonal().argsort(descending=True, stable=True)
     factor_KK = _inverse_factor(hessian_KK[order][:, order], settings.damping)
     w_KN = w_NK.t()[order].contiguous()
-    rounded_KN = torch.empty_like(w_KN)  # in units of the scale
+    rounded_KN = torch.empty_like(w_KN)  # in units of the block's scale
     for first in range(0, k, size):
         last = min(first + size, k)
         if settings.act_order:
@@ -84,7 +86,7 @@ def _quantize(w_NK: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
 
 
 def _units(scale: Tensor, grid: Grid) -> Tensor:
-    """The value of code 1 in blocks with these scale bytes, [N, ...]."""
+    """The value of one unit of the element grid for each scale byte, [N, ...]."""
     if grid.per_tensor_scale is None:
         return e8m0_to_float(scale)
     per_tensor = grid.per_tensor_scale
@@ -94,21 +96,21 @@ def _units(scale: Tensor, grid: Grid) -> Tensor:
 
 
 def _inverse_factor(hessian_KK: Tensor, damping: float) -> Tensor:
-    """Upper triangular U with U^T U the inverse of the damped Hessian, in fp32.
+    """Upper triangular U with U^T U = inverse of the damped Hessian, in fp32.
 
-    From the Cholesky factor of the Hessian read backwards: as accurate as inverting it and factoring the inverse, at
-    half the work.
+    Taken from the Cholesky factor of the Hessian with rows and columns reversed. That is as accurate as inverting the
+    Hessian and factoring the inverse, at half the work.
     """
-    backwards = torch.linalg.cholesky(_damped(hessian_KK, damping).flip(0, 1)).flip(0, 1)
-    identity = torch.eye(backwards.shape[0], dtype=backwards.dtype, device=backwards.device)
-    return torch.linalg.solve_triangular(backwards, identity, upper=True).float()
+    reversed_factor = torch.linalg.cholesky(_damped(hessian_KK, damping).flip(0, 1)).flip(0, 1)
+    identity = torch.eye(reversed_factor.shape[0], dtype=reversed_factor.dtype, device=reversed_factor.device)
+    return torch.linalg.solve_triangular(reversed_factor, identity, upper=True).float()
 
 
 def _damped(hessian_KK: Tensor, damping: float) -> Tensor:
-    """The Hessian in fp64, its diagonal increased."""
+    """The Hessian in fp64, with `damping` times the mean of its diagonal added to the diagonal."""
     damped = hessian_KK.double()
     diagonal = damped.diagonal()
     mean = diagonal.mean()
-    # Inputs that are always zero, and a Hessian of nothing but those.
+    # The mean is 0 if all inputs are 0: any positive diagonal will do.
     diagonal.add_(damping * mean + (mean == 0))
     return damped

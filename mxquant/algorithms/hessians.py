@@ -1,7 +1,7 @@
-"""Sums of X^T X over the inputs X of each layer, by hooks that see them while a stage runs.
+"""Accumulating the Hessians X^T X of the inputs X of each layer, by forward hooks.
 
-Layers that are given the same tensor (the queries', keys' and values' projections) share one sum. Experts have one
-each, over the tokens that are routed to them.
+Layers that get the same tensor (the projections of queries, keys and values) share one Hessian. Each expert has one of
+its own, over the tokens that are routed to it.
 """
 
 from __future__ import annotations
@@ -12,30 +12,30 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from mxquant.algorithms.calls import version_of
-from mxquant.algorithms.matrices import is_computable, is_routed_call, multiply, rows_of_experts
-from mxquant.algorithms.stages import Stop
+from mxquant.algorithms.blockwise import StopForward
+from mxquant.algorithms.expert_inputs import expert_linear, is_computable, is_routed_call, routed_rows
+from mxquant.algorithms.forward_calls import tensor_version
 from mxquant.modules.experts import ExpertsLayout
 from mxquant.modules.quantize_target import Target
 from mxquant.modules.sites import Site
 
-_Given = tuple[tuple[object, int], ...]
-"""Objects and their versions."""
+_InputKey = tuple[tuple[object, int], ...]
+"""What tells inputs apart: objects with their versions."""
 
 
 @dataclass(eq=False)
-class Inputs:
-    """What is known of the inputs that one or several weights share."""
+class SharedInputs:
+    """The Hessians of the inputs that one or several weights share."""
 
     targets: list[Target] = field(default_factory=list)
     hessians: dict[int, Tensor] = field(default_factory=dict)
-    """fp32 [K, K] for each expert that saw tokens; the only one of a linear layer is 0."""
+    """fp32 [K, K] by the index of an expert that got tokens; a linear layer has index 0 only."""
     tokens: dict[int, int] = field(default_factory=dict)
     runs_again: bool = False
     """Whether the layers run more than once in a forward."""
 
-    def add(self, index: int, x: Tensor) -> None:
-        """Rows [..., K] that matrix `index` multiplies."""
+    def accumulate(self, index: int, x: Tensor) -> None:
+        """Add the rows [..., K] that matrix `index` multiplies."""
         rows = x.reshape(-1, x.shape[-1]).float()
         if index not in self.hessians:
             self.hessians[index] = rows.new_zeros(rows.shape[1], rows.shape[1])
@@ -48,23 +48,23 @@ class Inputs:
         self.tokens.clear()
 
 
-class Observer:
-    """Hooks on the layers of one stage. Which of them share their inputs shows when they first run."""
+class HessianObserver:
+    """Hooks on the layers of one stage. The first forward shows which layers share their inputs."""
 
     def __init__(self, targets: Sequence[Target]) -> None:
-        self.found: list[Inputs] = []
+        self.groups: list[SharedInputs] = []
         """In the order in which the layers run."""
-        self.only: Inputs | None = None
-        """Sum these alone, and stop the forward there."""
-        self.sums = True
-        """Whether to sum at all, or only to find out who shares inputs."""
-        self._of_target: dict[Target, Inputs] = {}
-        self._seen: list[tuple[_Given, Inputs]] = []
+        self.only: SharedInputs | None = None
+        """Accumulate this group alone, and stop the forward behind it."""
+        self.accumulates = True
+        """False: only find out which layers share inputs."""
+        self._group_of: dict[Target, SharedInputs] = {}
+        self._seen: list[tuple[_InputKey, SharedInputs]] = []
         hooks = (self._hook(target, site) for target in targets for site in target.computing_sites)
         self._handles = [handle for handle in hooks if handle is not None]
 
     def after_batch(self) -> None:
-        """Inputs are told apart by the tensors themselves, which live as long as a forward."""
+        """Forget the inputs of a forward. They are told apart by identity, so they are kept alive until then."""
         self._seen.clear()
 
     def close(self) -> None:
@@ -75,60 +75,65 @@ class Observer:
         if site.kind == "linear":
             return site.module.register_forward_pre_hook(
                 lambda module, args: (
-                    self._see(target, args[:1], lambda inputs: inputs.add(0, args[0])) if args else None
+                    self._see(target, args[:1], lambda inputs: inputs.accumulate(0, args[0])) if args else None
                 )
             )
         layout = site.layout
         assert layout is not None
         if not is_computable(layout) or site.attribute not in (*layout.up, layout.down):
-            return None  # it cannot be told what its matrices multiply
-        part = _down_inputs if site.attribute == layout.down else _up_inputs
+            return None
+        add_inputs = _add_down_inputs if site.attribute == layout.down else _add_up_inputs
 
         def observe(module: nn.Module, args: tuple[Any, ...]) -> None:
             if is_routed_call(args):
-                shared = (args[0], module) if part is _up_inputs else (module,)
-                self._see(target, shared, lambda inputs: part(module, layout, args, inputs.add))
+                shared = (args[0], module) if add_inputs is _add_up_inputs else (module,)
+                self._see(target, shared, lambda inputs: add_inputs(module, layout, args, inputs.accumulate))
 
         return site.module.register_forward_pre_hook(observe)
 
-    def _see(self, target: Target, objects: tuple[object, ...], add: Callable[[Inputs], None]) -> None:
-        """`objects`: what layers of the same inputs are given the same of."""
-        given = tuple((one, version_of(one)) for one in objects)  # in place, a tensor becomes another input
-        known = next((inputs for seen, inputs in self._seen if _are_same(seen, given)), None)
-        inputs = self._of_target.get(target)
+    def _see(self, target: Target, objects: tuple[object, ...], add: Callable[[SharedInputs], None]) -> None:
+        """Handle the call of a layer.
+
+        Args:
+            objects: layers that get the same objects, unchanged in between, share their inputs.
+            add: accumulates this call's inputs.
+        """
+        key = tuple((one, tensor_version(one)) for one in objects)
+        known = next((inputs for seen, inputs in self._seen if _is_same_input(seen, key)), None)
+        inputs = self._group_of.get(target)
         if inputs is None:
-            inputs = self._of_target[target] = known or Inputs()
+            inputs = self._group_of[target] = known or SharedInputs()
             inputs.targets.append(target)
             if known is None:
-                self.found.append(inputs)
+                self.groups.append(inputs)
         if known is inputs:
-            return  # summed for the one that it shares them with
+            return  # another layer of the group has added them
         inputs.runs_again |= any(inputs is seen for _, seen in self._seen)
-        self._seen.append((given, inputs))
-        if self.sums and self.only in (None, inputs):
+        self._seen.append((key, inputs))
+        if self.accumulates and self.only in (None, inputs):
             add(inputs)
         if self.only is inputs and not inputs.runs_again:
-            raise Stop
+            raise StopForward
 
 
-def _are_same(some: _Given, others: _Given) -> bool:
+def _is_same_input(some: _InputKey, others: _InputKey) -> bool:
     return len(some) == len(others) and all(
         a is b and version == other for (a, version), (b, other) in zip(some, others, strict=True)
     )
 
 
-def _up_inputs(
-    module: nn.Module, layout: ExpertsLayout, arguments: tuple[Any, ...], add: Callable[[int, Tensor], None]
+def _add_up_inputs(
+    module: nn.Module, layout: ExpertsLayout, args: tuple[Any, ...], add: Callable[[int, Tensor], None]
 ) -> None:
-    for rows in rows_of_experts(module, layout, arguments):
+    for rows in routed_rows(module, layout, args):
         add(rows.expert, rows.x_RH)
 
 
-def _down_inputs(
-    module: nn.Module, layout: ExpertsLayout, arguments: tuple[Any, ...], add: Callable[[int, Tensor], None]
+def _add_down_inputs(
+    module: nn.Module, layout: ExpertsLayout, args: tuple[Any, ...], add: Callable[[int, Tensor], None]
 ) -> None:
-    """What comes out of the gate, computed by the first weights as they are now: quantized or not."""
+    """Add the gate's outputs, computed by the up projections as they are now, quantized or not."""
     assert layout.gate is not None
-    for rows in rows_of_experts(module, layout, arguments):
-        outputs = [multiply(module, layout, name, rows.expert, rows.x_RH) for name in layout.up]
+    for rows in routed_rows(module, layout, args):
+        outputs = [expert_linear(module, layout, name, rows.expert, rows.x_RH) for name in layout.up]
         add(rows.expert, layout.gate(module, *outputs))

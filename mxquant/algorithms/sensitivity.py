@@ -1,11 +1,11 @@
-"""Which weights a format costs most, and a mapping of formats for a budget of bits.
+"""Sensitivity analysis: how much loss each weight adds in each format, and a mixed-precision mapping for a bit budget.
 
-The loss that quantizing a weight adds, a linear layer's or a block's stacked experts, is estimated for all weights and
-formats from one forward and backward of each batch: half the sum of (gradient x error)^2, over the elements of the
-weight, token by token, and of the input where activations are quantized (`fisher`). That is the diagonal of the Fisher
-information, as in "SqueezeLLM" (arXiv 2306.07629) and HAWQ-V2 (arXiv 1911.03852). Gradients are those of the model's
-own predictions: of the logarithm of a token drawn from its logits; or, for a model without logits, of its output in a
-random direction. No labels are needed.
+The added loss of a weight (of a linear layer, or the stacked experts of a block) is estimated for all formats from one
+forward and backward of each batch: half the sum of (gradient x error)^2 over the elements of the weight, token by
+token, and over the inputs where activations are quantized (`fisher`). This is the diagonal of the Fisher information,
+as in "SqueezeLLM" (arXiv 2306.07629) and HAWQ-V2 (arXiv 1911.03852). No labels are needed: the loss is the negative
+log-likelihood of a token drawn from the model's own logits, or, for a model without logits, its output in a random
+direction.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mxquant.algorithms.calls import fresh
-from mxquant.algorithms.fisher import Sums, observe
-from mxquant.algorithms.stages import Batch, calibrating, model_stage
+from mxquant.algorithms.blockwise import Batch, calibration_mode, model_stage
+from mxquant.algorithms.fisher import FisherSums, attach_hooks
+from mxquant.algorithms.forward_calls import clone_call
 from mxquant.config import EVERY_KIND, MXFP4Config, MXFP6Config, MXFP8Config, _MXConfig, resolve_config
 from mxquant.formats import get_format
 from mxquant.select import select_weights
@@ -35,32 +35,33 @@ _DEFAULT = (MXFP4Config(), MXFP6Config(), MXFP8Config())
 
 @dataclass(frozen=True)
 class LayerSensitivity:
-    """One weight: of a linear layer, or the stacked experts of a block in one of its matmuls."""
+    """The estimates for one weight: of a linear layer, or the stacked experts of one matmul."""
 
     name: str
-    """Of the parameter."""
+    """The parameter's name."""
     numel: int
     added_loss: tuple[float, ...]
-    """The estimate for each config, in the order of `Sensitivity.configs`; sums over all tokens of the batches."""
+    """For each config, in the order of `Sensitivity.configs`; summed over all tokens of the batches."""
 
 
 @dataclass(frozen=True)
 class Sensitivity:
-    """What `sensitivity` found, the most sensitive weight first. Prints as a table."""
+    """The result of `sensitivity`, the most sensitive weight first. Prints as a table."""
 
     configs: tuple[_MXConfig, ...]
     layers: list[LayerSensitivity]
 
     def propose(self, budget: float | str) -> dict[str, _MXConfig]:
-        """A mapping for `quantize_`: for each weight one of the configs, within a mean number of bits a weight.
+        """Choose a config for each weight within a budget, as a mapping for `quantize_`.
 
-        Each weight begins with the best of the cheapest configs; then what takes away most loss a bit comes first.
+        Greedy: each weight starts with the best of the smallest configs. Then the change that removes the most loss per
+        added bit is made, until none fits the budget.
 
         Args:
-            budget: such as 4.5 or "4.5 bits", scales included.
+            budget: mean bits per weight, scales included, such as 4.5 or "4.5 bits".
 
         Raises:
-            ValueError: no number, or fewer bits than the smallest config takes.
+            ValueError: `budget` is not a number, or below the bits of the smallest config.
         """
         allowed = _parse_budget(budget)
         bits = [get_format(config.format).bits_per_weight for config in self.configs]
@@ -103,22 +104,21 @@ class Sensitivity:
 def sensitivity(
     model: nn.Module, batches: Iterable[Batch], configs: Sequence[object] | object = _DEFAULT, *, seed: int = 0
 ) -> Sensitivity:
-    """Estimate what quantizing each weight alone to each config would add to the loss. The model stays as it is.
+    """Estimate the loss that quantizing each weight alone to each config would add. The model does not change.
 
-    What `quantize_` would leave alone is not looked at. Experts of a layout that does not say what they multiply, or
-    whose block no batch reaches, are left out with a warning; a change of the routing is not estimated. A config's GPTQ
-    is not run: the estimate is that of rounding. Memory is that of a backward pass of one batch, and one fp32 number a
-    weight.
+    Covers the weights that `quantize_` would quantize. Experts are left out with a warning if their layout does not
+    name its projections and gate, or if no batch reaches their block. Changes of the routing are not estimated. The
+    estimate is that of rounding to nearest, also for a config with GPTQ. Memory: a backward pass of one batch, and one
+    fp32 number per weight element.
 
     Args:
-        batches: some hundreds of tokens are enough; each batch is what the model is called with.
-        configs: configs or their shorthands, such as "mxfp4"; or one alone.
-        seed: of the draw from the model's predictions.
+        batches: each is what the model is called with; some hundreds of tokens are enough.
+        configs: one config or several, or their shorthands such as "mxfp4".
+        seed: for the draw from the model's predictions.
 
     Raises:
-        ValueError: no batches, configs or weights, a weight that is quantized already, or an output that has no
-            gradients.
-        TypeError: a config that is none.
+        ValueError: no batches, configs or weights, a weight that is already quantized, or an output without gradients.
+        TypeError: a value in `configs` is not a config.
     """
     given = configs if isinstance(configs, Iterable) and not isinstance(configs, (str, Mapping)) else [configs]
     resolved = tuple(config for value in given if (config := resolve_config(value)) is not None)
@@ -130,29 +130,31 @@ def sensitivity(
             f"{len(quantized)} weights are quantized already, such as {quantized[0]}; estimate on the model as it was "
             "before quantize_"
         )
-    sums = [Sums(target, resolved) for target in targets]
+    sums = [FisherSums(target, resolved) for target in targets]
     calls = model_stage(model, list(batches)).calls
     if not calls:
         raise ValueError("there is nothing to estimate from: 0 batches; give some of what the model is called with")
     generator = torch.Generator().manual_seed(seed)
-    with calibrating(model), _frozen(model), torch.enable_grad():
-        handles = observe(sums)
+    with calibration_mode(model), _frozen(model), torch.enable_grad():
+        handles = attach_hooks(sums)
         if not handles:
             raise _nothing_to_estimate(sums)
         try:
-            for args, kwargs in map(fresh, calls):
+            for args, kwargs in map(clone_call, calls):
                 _probe(model(*args, **kwargs), generator).backward()
         finally:
             for handle in handles:
                 handle.remove()
-    if unknown := [one.target.name for one in sums if not one.is_known]:
+    if unknown := [one.target.name for one in sums if not one.has_estimate]:
         _logger.warning(
             "experts are not estimated where no batch reaches them or their layout lacks up, down or gate: %s; "
             "name them beside the proposal, as in found.propose(5) | {'moe': 'mxfp4'}",
             ", ".join(unknown),
         )
     rows = [
-        LayerSensitivity(one.target.name, one.target.parameter.numel(), one.losses()) for one in sums if one.is_known
+        LayerSensitivity(one.target.name, one.target.parameter.numel(), one.losses())
+        for one in sums
+        if one.has_estimate
     ]
     if not rows:
         raise _nothing_to_estimate(sums)
@@ -160,17 +162,17 @@ def sensitivity(
 
 
 def _label(config: _MXConfig) -> str:
-    """What tells a config apart: its format, and what is not that config's default."""
+    """A config's format and its settings that are not defaults."""
     return " ".join([config.format, *(part for part in config.changes() if not part.startswith("element="))])
 
 
-def _nothing_to_estimate(sums: Sequence[Sums]) -> ValueError:
+def _nothing_to_estimate(sums: Sequence[FisherSums]) -> ValueError:
     names = ", ".join(one.target.name for one in sums)
     return ValueError(f"there is nothing to estimate: it cannot be told what these experts multiply: {names}")
 
 
 def _probe(output: Any, generator: torch.Generator) -> Tensor:
-    """The scalar whose gradients are squared."""
+    """The scalar to differentiate: the log-likelihood of drawn tokens, or the output in a random direction."""
     logits = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)
     if isinstance(logits, Tensor):
         log_p = logits.float().log_softmax(-1).flatten(0, -2)
@@ -186,7 +188,7 @@ def _probe(output: Any, generator: torch.Generator) -> Tensor:
 
 @contextmanager
 def _frozen(model: nn.Module) -> Any:
-    """Without gradients of parameters, which nobody asks for."""
+    """Switch off the gradients of parameters: only those of activations are needed."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     for parameter in trained:
         parameter.requires_grad_(False)

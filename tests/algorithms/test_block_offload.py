@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from algorithms.calibration_models import VOCABULARY, WIDTH, Block, Model, MoEBlock, TupleBlock, Unchained, batches
 from mxquant import GPTQ, MXFP4Config, MXTensor, NVFP4Config, quantize_
 from mxquant.algorithms import calibrate
-from mxquant.algorithms.block_offload import Placement
-from mxquant.algorithms.calls import fresh
+from mxquant.algorithms.block_offload import BlockOffload
+from mxquant.algorithms.forward_calls import clone_call
 
 ROTATED = MXFP4Config(rotation=32, algorithm="gptq")
 
@@ -240,7 +240,7 @@ class Mask:
 
 def test_all_that_a_call_holds_goes_along() -> None:
     x = torch.randn(4)
-    args, kwargs = fresh(((x, Pair(x, x), [x, 1.5], torch.Size([2])), {"mask": Mask(x), "dtype": x.dtype}), DEVICE)
+    args, kwargs = clone_call(((x, Pair(x, x), [x, 1.5], torch.Size([2])), {"mask": Mask(x), "dtype": x.dtype}), DEVICE)
     assert all(one.device == DEVICE for one in (args[0], *args[1], args[2][0], kwargs["mask"].blocks))
     assert args[0] is args[1].first is args[1].second is args[2][0]
     assert isinstance(args[1], Pair)
@@ -356,7 +356,7 @@ def test_a_device_that_is_full_changes_nothing(count: int, monkeypatch: pytest.M
 
 def test_a_model_that_is_on_the_device_is_calibrated_as_if_none_were_named(monkeypatch: pytest.MonkeyPatch) -> None:
     model, data = Model().to(DEVICE), batches()
-    monkeypatch.setattr(Placement, "_load", None)  # nothing is moved
+    monkeypatch.setattr(BlockOffload, "_load", None)  # nothing is moved
     quantize_(model, ROTATED, calibration=data, device=DEVICE)
     assert {tensor.device for tensor in tensors_of(model).values()} == {DEVICE}
 

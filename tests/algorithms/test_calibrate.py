@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from algorithms.calibration_models import Model, MoEBlock, TupleBlock, Unchained, batches, routing
 from mxquant import GPTQ, MXFP4Config, MXTensor, NVFP4Config, quantize_, summary
+from mxquant.algorithms.blockwise import block_stages, calibration_mode, model_stage
 from mxquant.algorithms.gptq import Grid, gptq, rotated_hessian
-from mxquant.algorithms.stages import block_stages, calibrating, model_stage
 from mxquant.formats import get_format
 from mxquant.reference.hadamard import hadamard
 
@@ -321,7 +321,7 @@ def test_too_few_tokens_are_counted_in_one_warning(caplog: pytest.LogCaptureFixt
 def test_blocks_run_one_after_the_other_as_in_the_model() -> None:
     model, data = Model().eval(), batches()
     names = [name for name, _ in model.named_parameters()]
-    with calibrating(model):
+    with calibration_mode(model):
         stages = block_stages(model, model_stage(model, data), names)
         assert [stage.name for stage in stages] == ["blocks.0", "blocks.1", "blocks.2"]
         hidden = model.embed(data[1])

@@ -134,7 +134,7 @@ def test_of_one_block_it_is_the_definition(make: type[Pairs], rotation: int | No
     expected = expected_losses(block, x, direction, rotation)
     assert found.keys() == expected.keys()
     for name, losses in expected.items():
-        # Sums of some thousand products of fp32 in another order. Some inputs lie within its error of a tie of MXFP4;
+        # Some thousand fp32 products are summed in another order. Some inputs lie within its error of a tie of MXFP4;
         # one that falls otherwise moves the sum by less than 1 %.
         assert found[name].added_loss[0] == pytest.approx(losses[0], rel=1e-4)
         assert found[name].added_loss[1] == pytest.approx(losses[1], rel=1e-2)

@@ -1,4 +1,4 @@
-"""How far each quantized layer's outputs are from the original's, on the same inputs."""
+"""SQNR of each quantized layer's outputs, against the original layer on the same inputs."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mxquant.algorithms.stages import Batch, calibrating, model_stage
+from mxquant.algorithms.blockwise import Batch, calibration_mode, model_stage
 from mxquant.tensor import MXTensor
 
 
 def output_sqnr_db(model: nn.Module, original: nn.Module, batches: Sequence[Batch]) -> dict[str, float]:
-    """For each module with quantized weights of its own, 20 log10(|y| / |y - y_q|) over all batches, by its name.
+    """20 log10(|y| / |y - y_q|) over all batches, for each module with quantized weights of its own, by name.
 
-    The original model runs; each quantized module is given the inputs that its original has there, so that what
-    earlier layers do to them does not count. A module that does not run, or whose output is no tensor, is left out.
+    The original model runs, and each quantized module gets the inputs of its original: errors of earlier layers do not
+    count. A module that does not run, or whose output is not a tensor, has no entry.
 
     Args:
-        original: the model before quantization, of the same module names, where `model` is.
+        original: the model before quantization, with the same module names, on the device of `model`.
         batches: each what the model is called with.
 
     Raises:
@@ -47,7 +47,7 @@ def output_sqnr_db(model: nn.Module, original: nn.Module, batches: Sequence[Batc
 
     handles = [others[name].register_forward_hook(compare(name), with_kwargs=True) for name in quantized]
     try:
-        with calibrating(model), calibrating(original):
+        with calibration_mode(model), calibration_mode(original):
             model_stage(original, batches).run(lambda: None)
     finally:
         for handle in handles:

@@ -1,4 +1,4 @@
-"""The matrices that weights consist of, one of a linear layer and one an expert, and what each expert multiplies.
+"""The matrices of a weight, one for a linear layer and one for each expert, and the rows routed to each expert.
 
 Legend: T tokens, R rows of one expert, H width of a token, N output features, K input features of a matrix.
 """
@@ -16,36 +16,36 @@ from mxquant.modules.quantize_target import Target
 from mxquant.ops import route
 
 
-def matrix_of(target: Target, index: int) -> Tensor:
-    """One matrix of a target, [N, K]; the only one of a linear layer is 0."""
+def weight_matrix(target: Target, index: int) -> Tensor:
+    """One matrix of a target, [N, K]. A linear layer has index 0 only."""
     matrices = target.matrices(target.parameter.detach())
     return (matrices[index] if target.is_experts else matrices).movedim(target.k_axis, -1)
 
 
 def is_computable(layout: ExpertsLayout) -> bool:
-    """Whether it says what the matrices of a block multiply."""
+    """Whether the layout names the up and down projections and the gate, so that all inputs can be computed."""
     return bool(layout.up) and layout.down is not None and layout.gate is not None
 
 
 def is_routed_call(args: tuple[Any, ...]) -> bool:
-    """Whether a block is called as blocks of experts are: with hidden states, ids and the router's weights."""
+    """Whether the arguments are those of an experts block: hidden states, expert ids and router weights."""
     return len(args) == 3 and all(isinstance(argument, Tensor) for argument in args)
 
 
 class ExpertRows(NamedTuple):
-    """What one expert is given."""
+    """The input rows of one expert."""
 
     expert: int
     x_RH: Tensor
-    """Its inputs, times the router's weights where the layout says so."""
+    """Inputs, multiplied by the router weights if the layout applies those to the input."""
     token_R: Tensor
     """The token of each row."""
     weight_R1: Tensor | None
-    """What its outputs are multiplied with."""
+    """Router weights that multiply the outputs; None if they multiply the inputs."""
 
 
-def rows_of_experts(module: nn.Module, layout: ExpertsLayout, args: tuple[Any, ...]) -> Iterator[ExpertRows]:
-    """The inputs of each expert that has tokens, in the order of the experts."""
+def routed_rows(module: nn.Module, layout: ExpertsLayout, args: tuple[Any, ...]) -> Iterator[ExpertRows]:
+    """The rows of each expert that has tokens, in the order of the experts."""
     hidden_TH, ids, weights = args
     assert layout.down is not None
     routing = route(ids, _stack(module, layout, layout.down).shape[0])
@@ -61,8 +61,8 @@ def rows_of_experts(module: nn.Module, layout: ExpertsLayout, args: tuple[Any, .
         start = end
 
 
-def multiply(module: nn.Module, layout: ExpertsLayout, name: str, index: int, x_RK: Tensor) -> Tensor:
-    """The product of an expert's rows with its matrix of the weight `name`, as it is now, and its bias: [R, N]."""
+def expert_linear(module: nn.Module, layout: ExpertsLayout, name: str, index: int, x_RK: Tensor) -> Tensor:
+    """One expert's linear layer `name`, with its bias, on its rows: [R, N]. The weight may be quantized."""
     matrix = _stack(module, layout, name)[index]
     y_RN = F.linear(x_RK, matrix if layout.k_axis[name] == -1 else matrix.t())
     bias_name = layout.biases.get(name)

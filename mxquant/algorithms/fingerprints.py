@@ -1,4 +1,4 @@
-"""SHA-256 of what a calibration is made of: a model, batches, tensors and texts."""
+"""SHA-256 of the inputs of a calibration (model, batches, configs), by which a resumed one knows its files."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mxquant.algorithms.stages import Batch
+from mxquant.algorithms.blockwise import Batch
 from mxquant.tensor import flatten_state_dict
 from mxquant.tensor.state import METADATA_KEY
 
 _Update = Callable[[Any], Any]
-# Attributes and settings that change nothing of what a model computes here, or that say where it came from.
+# Attributes and settings that do not change what a model computes, such as where it came from.
 _INCIDENTAL = {
     "architectures",
     "dtype",
@@ -32,22 +32,22 @@ _INCIDENTAL = {
     "use_cache",
 }
 _DEEPEST = 8
-"""Attributes in attributes that are looked into, for they may contain themselves."""
+"""Depth of nested attributes. Limited, since they may contain themselves."""
 
 
-def digest_of_model(model: nn.Module) -> str:
-    """SHA-256 of all parameters and buffers, of the modules' classes, and of their plain attributes and configs."""
+def model_fingerprint(model: nn.Module) -> str:
+    """SHA-256 of a model's parameters, buffers, module classes, plain attributes and configs."""
     described = [
         (name, type(module).__qualname__, _plain(vars(module)))
         for name, module in model.named_modules(remove_duplicate=False)
     ]
     held = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
     tensors, header = flatten_state_dict(held)
-    return digest(tensors, header[METADATA_KEY], json.dumps(described, sort_keys=True))
+    return tensors_fingerprint(tensors, header[METADATA_KEY], json.dumps(described, sort_keys=True))
 
 
 def _plain(value: Any, depth: int = 0) -> Any:
-    """An attribute as JSON; of what is not plain, such as a tensor or a module, the class alone."""
+    """An attribute as JSON values. Tensors, modules and other objects are represented by their class."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if depth < _DEEPEST and not isinstance(value, type):
@@ -67,11 +67,11 @@ def _plain(value: Any, depth: int = 0) -> Any:
     return getattr(value, "__qualname__", type(value).__qualname__)
 
 
-def digest_of_batches(batches: Sequence[Batch]) -> str:
-    """SHA-256 of the values of batches, their types and order.
+def batches_fingerprint(batches: Sequence[Batch]) -> str:
+    """SHA-256 of the values, types and order of batches.
 
     Raises:
-        TypeError: a batch holds what cannot be compared with another run's.
+        TypeError: a batch holds an object whose value cannot be hashed.
         ValueError: a batch contains itself.
     """
     sha = hashlib.sha256()
@@ -81,7 +81,7 @@ def digest_of_batches(batches: Sequence[Batch]) -> str:
 
 
 def _update(update: _Update, value: Any, around: tuple[Any, ...] = ()) -> None:
-    """Add a value of a batch, with its type and length, so that no two batches look alike. `around`: what it is in."""
+    """Hash a value of a batch with its type and length, so that no two batches collide. `around`: its containers."""
     if any(value is one for one in around):
         raise ValueError(f"a calibration batch holds a {type(value).__name__} that contains itself; give another")
     inside = (*around, value)
@@ -108,19 +108,19 @@ def _update(update: _Update, value: Any, around: tuple[Any, ...] = ()) -> None:
 def _update_tensor(update: _Update, name: str, tensor: Tensor) -> None:
     update(f"{name!r} {tensor.dtype} {tuple(tensor.shape)}:".encode())
     if tensor.is_meta:
-        return  # it has no values
+        return  # no values
     values = tensor.detach().cpu()
     if values.layout != torch.strided:
         values = values.to_sparse_coo().coalesce()
         _update_tensor(update, "indices", values.indices())
         values = values.values()
     values = values.contiguous()
-    if values.nbytes:  # of nothing, there is no address
+    if values.nbytes:  # an empty tensor has no address
         update((ctypes.c_char * values.nbytes).from_address(values.data_ptr()))
 
 
-def digest(tensors: Mapping[str, Tensor], *texts: str) -> str:
-    """SHA-256 of tensors and their names, in the order of these, and of texts."""
+def tensors_fingerprint(tensors: Mapping[str, Tensor], *texts: str) -> str:
+    """SHA-256 of tensors, in the order of their names, and of texts."""
     sha = hashlib.sha256()
     for name in sorted(tensors):
         _update_tensor(sha.update, name, tensors[name])

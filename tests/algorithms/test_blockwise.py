@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from algorithms.calibration_models import WIDTH, Model, batches
 from mxquant import GPTQ, MXFP4Config, MXTensor, quantize_
+from mxquant.algorithms.blockwise import block_stages, calibration_mode, model_stage
 from mxquant.algorithms.gptq import Grid, gptq
-from mxquant.algorithms.stages import block_stages, calibrating, model_stage
 from mxquant.formats import get_format
 
 WEIGHTS = [f"blocks.{i}.{name}.weight" for i in range(3) for name in ("first", "second")]
@@ -94,7 +94,7 @@ def test_blocks_may_work_in_place(whole: bool, sequential: bool) -> None:
 
 def test_what_is_worked_on_between_the_blocks_is_no_chain() -> None:
     model, data = HalvedBetween(Plain), vectors()
-    with calibrating(model):
+    with calibration_mode(model):
         assert block_stages(model, model_stage(model, data), WEIGHTS) == []
         assert len(block_stages(Chain(Plain), model_stage(Chain(Plain), data), WEIGHTS)) == 3
 
@@ -127,7 +127,7 @@ def test_a_second_tensor_is_passed_along(by_keyword: bool, sequential: bool) -> 
     model, unchained = Pairs(by_keyword), Pairs(chained=False)
     unchained.load_state_dict(model.state_dict())
     data = vectors()
-    with calibrating(model):
+    with calibration_mode(model):
         assert len(block_stages(model, model_stage(model, data), WEIGHTS)) == 3
         assert block_stages(unchained, model_stage(unchained, data), WEIGHTS) == []
     for one in (model, unchained):
