@@ -26,8 +26,8 @@ from mxquant.checkpoints.files import without_duplicates
 from mxquant.config import resolve_mapping
 from mxquant.explanation import explain
 from mxquant.formats import ACTIVATION_FORMATS, WEIGHT_FORMATS, get_format
-from mxquant.report import text_table
 from mxquant.scheme import Scheme
+from mxquant.tables import text_table
 
 _ERRORS = (ValueError, TypeError, NotImplementedError, OSError, ImportError, RuntimeError)
 _FORMATS = (*WEIGHT_FORMATS, "mxfp6", "mxfp8")

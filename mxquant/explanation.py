@@ -2,17 +2,45 @@
 
 from __future__ import annotations
 
+import html
 import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
 from mxquant.backends import Problem, TunableBackend, candidates, get_backend
 from mxquant.backends.kernel_choice import choose_route
-from mxquant.report import Explanation
+from mxquant.tables import html_table, text_table
 from mxquant.tensor import MXTensor, describe, requested_backend
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Which backend computes a layer, and why not the others. Prints as text, renders as HTML in a notebook."""
+
+    matmul: str
+    """The matmul in words: precision, formats, shapes and device."""
+    requested: str
+    """The backend that the config names, or "auto"."""
+    chosen: str | None
+    """The backend that computes the matmul; None if the requested one cannot."""
+    backends: list[tuple[str, str]]
+    """Each backend in the order of selection: its name, and "chosen" or the reason against it."""
+    others: tuple[Explanation, ...] = ()
+    """For a block of experts: the explanations of its other weights."""
+
+    def __str__(self) -> str:
+        own = f"{self._title()}\n{text_table(['backend', 'verdict'], self.backends)}"
+        return "\n\n".join([own, *map(str, self.others)])
+
+    def _repr_html_(self) -> str:
+        own = f"<p>{html.escape(self._title())}</p>{html_table(['backend', 'verdict'], self.backends)}"
+        return f"<div>{own}{''.join(other._repr_html_() for other in self.others)}</div>"
+
+    def _title(self) -> str:
+        return f"{self.matmul}; requested backend: {self.requested}"
 
 
 def explain(
@@ -24,16 +52,16 @@ def explain(
 
     Args:
         module_or_tensor: a layer with a quantized weight, a block with quantized experts, or such a weight.
-        input_shape: [..., in_features] of an input, to be checked against the (first) weight's shape. Of a backend with
-            several routes, the one that serves so many rows is told too, and whether it was tuned (`mxquant.tune`).
-        device: answer for the layer moved to this device; None: where it is.
+        input_shape: shape [..., in_features] of an input. The answer then includes the route that a backend with
+            several routes takes for this number of rows, and whether `mxquant.tune` chose it.
+        device: answer as if the layer were on this device; None: its own.
 
     Returns:
-        of the layer's weight; of a block of experts, that of its first weight, with the `others`.
+        the explanation of the layer's weight; for a block of experts that of the first weight, with `others`.
 
     Raises:
-        ValueError: nothing in it is quantized, or the input's last size is not the layer's in_features.
-        TypeError: neither a module nor a tensor, or no input shape.
+        ValueError: no quantized weight, or `input_shape` does not fit the (first) weight.
+        TypeError: `module_or_tensor` is neither a module nor a tensor, or `input_shape` not a sequence of integers.
     """
     first, *others = _weights_of(module_or_tensor)
     if input_shape is not None and not (isinstance(input_shape, Sequence) and all(type(n) is int for n in input_shape)):
@@ -51,7 +79,7 @@ def explain(
 
 def _explain(weight: MXTensor, input_shape: Sequence[int] | None, device: torch.device | None) -> Explanation:
     problem = describe(weight, device=device)
-    # Moving to another device chooses the class anew, by what was asked for.
+    # A move to another device selects again, by the requested backend.
     serving = requested_backend(weight) if problem.device == weight.device else weight.backend
     answers = candidates(problem)
     chosen = next((name for name, reason in answers if reason is None and serving in ("auto", name)), None)
@@ -71,7 +99,7 @@ def _explain(weight: MXTensor, input_shape: Sequence[int] | None, device: torch.
 
 
 def _route(backend: str | None, problem: Problem, input_shape: Sequence[int] | None) -> str:
-    """The route that a backend takes for the rows of an input, where it has several."""
+    """The route that a tunable backend takes for this number of rows, in words; empty for other backends."""
     if backend is None or input_shape is None or problem.experts:
         return ""
     chosen, rows = get_backend(backend), math.prod(input_shape[:-1])
@@ -82,7 +110,7 @@ def _route(backend: str | None, problem: Problem, input_shape: Sequence[int] | N
 
 
 def _weights_of(module_or_tensor: nn.Module | Tensor) -> list[MXTensor]:
-    """The quantized weights of one layer, in the order of its parameters; at least one."""
+    """The quantized weights of one layer, in the order of its parameters. There is at least one."""
     if isinstance(module_or_tensor, nn.Module):
         parameters: list[object] = list(module_or_tensor._parameters.values())
         weights = [weight for weight in parameters if isinstance(weight, MXTensor) and weight.dim() >= 2]
@@ -104,7 +132,7 @@ def _weights_of(module_or_tensor: nn.Module | Tensor) -> list[MXTensor]:
 
 
 def _parsed_device(device: torch.device | str) -> torch.device:
-    """`device`, which need not be here."""
+    """`device`, which need not exist on this machine."""
     try:
         return torch.device(device)
     except (RuntimeError, TypeError) as error:

@@ -1,11 +1,10 @@
-"""What was done to a model, as data that prints as text and renders as HTML: `Summary`; `Explanation` of a layer."""
+"""`Summary`: what is quantized in a model. Prints as text, renders as HTML in a notebook."""
 
 from __future__ import annotations
 
 import html
-import io
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -14,10 +13,10 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from mxquant.modules.sites import SKIP_REASON
+from mxquant.tables import html_table, text_table
 from mxquant.tensor import MXTensor
 
 _CHUNK_ELEMENTS = 1 << 20
-_NUMBERS = ("bits", "bytes", "rows", "SQNR dB", "output SQNR dB", "differing bytes")
 
 
 @dataclass(frozen=True)
@@ -31,19 +30,19 @@ class QuantizedWeight:
     precision: str
     """ "W4A4", "W4A16", ..."""
     backend: str
-    """The backend that computes its matmuls where it lies."""
+    """The backend that computes its matmuls on its device."""
     shape: tuple[int, ...]
     nbytes: int
-    """Real bytes: codes, scales and all."""
+    """Real bytes, scales included."""
     bits_per_weight: float
     sqnr_db: float | None
-    """Signal to quantization noise, 20 log10(|w| / |w - q|) with the original weight w; None if that was not given."""
+    """Signal to quantization noise, 20 log10(|w| / |w - q|) with the original weight w; None without the original."""
     tied: tuple[str, ...] = ()
-    """Its other names, where it is one weight under several."""
+    """Its other names, for a tied weight."""
     rotation: int | None = None
-    """Size of the block Hadamard that its codes are rotated by."""
+    """Size of the block Hadamard rotation; None: not rotated."""
     output_sqnr_db: float | None = None
-    """The same of what its module gives on the same inputs; None if there were none."""
+    """SQNR of its module's outputs on the same inputs; None without batches."""
 
 
 @dataclass(frozen=True)
@@ -68,13 +67,13 @@ class Summary:
     skipped: list[SkippedWeight]
     num_parameters: int
     nbytes: int
-    """Of all parameters, now."""
+    """Bytes of all parameters."""
     nbytes_before: int
-    """Of all parameters, were the quantized ones still in the dtype they stand for."""
+    """Bytes of all parameters before quantization, by their logical dtypes."""
 
     @property
     def bits_per_weight(self) -> float | None:
-        """Mean over the quantized weights; None if there are none."""
+        """Mean bits per quantized weight, scales included; None if nothing is quantized."""
         weights = sum(math.prod(row.shape) for row in self.quantized)
         return 8 * sum(row.nbytes for row in self.quantized) / weights if weights else None
 
@@ -82,7 +81,7 @@ class Summary:
         return "\n\n".join([*(text_table(headers, rows) for headers, rows in self._tables()), self._totals()])
 
     def plot(self) -> Any:
-        """A matplotlib figure of each quantized weight's SQNR, and its outputs' where known.
+        """A matplotlib figure of the SQNR of each quantized weight, and of its outputs if known.
 
         Raises:
             ValueError: there is no SQNR: the summary was made without the original model.
@@ -131,33 +130,6 @@ class Summary:
         return f"{self.num_parameters:,} parameters, {mean}; {self.nbytes_before:,} bytes before, {self.nbytes:,} now"
 
 
-@dataclass(frozen=True)
-class Explanation:
-    """Which backend computes a layer, and why not the others. Prints as text, renders as HTML in a notebook."""
-
-    matmul: str
-    """The matmul in words."""
-    requested: str
-    """The backend that was asked for, or "auto"."""
-    chosen: str | None
-    """The backend that computes it; None if the requested one cannot."""
-    backends: list[tuple[str, str]]
-    """Every backend in the order they are asked: its name, and "chosen" or why not."""
-    others: tuple[Explanation, ...] = ()
-    """Of the other quantized weights of a block of experts."""
-
-    def __str__(self) -> str:
-        own = f"{self._title()}\n{text_table(['backend', 'verdict'], self.backends)}"
-        return "\n\n".join([own, *map(str, self.others)])
-
-    def _repr_html_(self) -> str:
-        own = f"<p>{html.escape(self._title())}</p>{html_table(['backend', 'verdict'], self.backends)}"
-        return f"<div>{own}{''.join(other._repr_html_() for other in self.others)}</div>"
-
-    def _title(self) -> str:
-        return f"{self.matmul}; requested backend: {self.requested}"
-
-
 def summarize(
     model: nn.Module,
     original: nn.Module | Mapping[str, Tensor] | None,
@@ -167,7 +139,8 @@ def summarize(
     """The `Summary` of `model`; see `mxquant.summary`.
 
     Args:
-        output_sqnr_db: for names of modules, that of their outputs.
+        backend_of: the name of the backend that computes a weight.
+        output_sqnr_db: SQNR of the outputs by module name.
     """
     originals = _tensors_by_name(original)
     quantized, skipped = [], []
@@ -190,7 +163,7 @@ def summarize(
 
 
 def _holders(model: nn.Module) -> list[tuple[Tensor, list[tuple[str, nn.Module]]]]:
-    """Each parameter once, with every name it has and the module that holds it there."""
+    """Each parameter once, with all its names and, for each, the module that holds it."""
     found: dict[int, tuple[Tensor, list[tuple[str, nn.Module]]]] = {}
     for module_name, module in model.named_modules(remove_duplicate=False):
         for attribute, parameter in module._parameters.items():
@@ -233,7 +206,7 @@ def _original_of(weight: MXTensor, holders: list[tuple[str, nn.Module]], origina
     if original is None:
         raise ValueError(f"original has no tensor called {' or '.join(names)}; pass the same model, unquantized")
     if original.dim() == 2 and weight.dim() == 3 and original.shape[0] == weight.shape[0] * weight.shape[1]:
-        original = original.unflatten(0, weight.shape[:2])  # experts one below the other
+        original = original.unflatten(0, weight.shape[:2])  # experts stacked along the rows
     if isinstance(original, MXTensor) or original.is_meta or original.shape != weight.shape:
         raise ValueError(
             f"original's {names[0]} must be an ordinary tensor of shape {tuple(weight.shape)}; got a "
@@ -266,31 +239,3 @@ def _cells(row: QuantizedWeight) -> list[str]:
 
 def _sizes(shape: tuple[int, ...]) -> str:
     return " x ".join(map(str, shape))
-
-
-def text_table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table in plain ASCII, as wide as its contents, that Markdown takes too."""
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(box=box.MARKDOWN)
-    for header in headers:
-        is_number = header in _NUMBERS or header.endswith(" us")
-        table.add_column(header, no_wrap=True, justify="right" if is_number else "left")
-    for row in rows:
-        table.add_row(*row)
-    text = io.StringIO()
-    # No terminal is asked for its width or colours: the same model prints the same everywhere.
-    console = Console(file=text, width=10_000, color_system=None, markup=False, emoji=False, highlight=False)
-    console.print(table)
-    return "\n".join(line.rstrip() for line in text.getvalue().splitlines() if line.strip())
-
-
-def html_table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """The same table for a notebook."""
-
-    def line(tag: str, cells: Sequence[str]) -> str:
-        return "<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells) + "</tr>"
-
-    return f"<table>{line('th', headers)}{''.join(line('td', row) for row in rows)}</table>"

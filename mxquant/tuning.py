@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from mxquant.backends import KernelChoice, Operand, Problem, TunableBackend
 from mxquant.backends import tuning_cache as tuned
 from mxquant.backends.kernel_choice import forget_choices
-from mxquant.report import html_table, text_table
+from mxquant.tables import html_table, text_table
 from mxquant.tensor import MXTensor, describe
 from mxquant.tensor.choose import choose_backend
 

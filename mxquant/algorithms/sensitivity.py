@@ -10,7 +10,6 @@ direction.
 
 from __future__ import annotations
 
-import io
 import logging
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -27,6 +26,7 @@ from mxquant.algorithms.forward_calls import clone_call
 from mxquant.config import EVERY_KIND, MXFP4Config, MXFP6Config, MXFP8Config, _MXConfig, resolve_config
 from mxquant.formats import get_format
 from mxquant.select import select_weights
+from mxquant.tables import text_table
 from mxquant.tensor import MXTensor
 
 _logger = logging.getLogger("mxquant")
@@ -89,16 +89,9 @@ class Sensitivity:
             left -= cost
 
     def __str__(self) -> str:
-        from rich import box
-        from rich.console import Console
-        from rich.table import Table
-
-        table = Table("layer", *map(_label, self.configs), "weights", box=box.MARKDOWN)
-        for layer in self.layers:
-            table.add_row(layer.name, *(f"{loss:.3g}" for loss in layer.added_loss), f"{layer.numel:,}")
-        text = io.StringIO()
-        Console(file=text, width=10_000, color_system=None, markup=False, emoji=False, highlight=False).print(table)
-        return "\n".join(line.rstrip() for line in text.getvalue().splitlines() if line.strip())
+        headers = ["layer", *map(_label, self.configs), "weights"]
+        rows = [[row.name, *(f"{loss:.3g}" for loss in row.added_loss), f"{row.numel:,}"] for row in self.layers]
+        return text_table(headers, rows)
 
 
 def sensitivity(
