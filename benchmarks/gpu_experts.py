@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import transformers
-from gpu_timing import CACHED_BYTES, graph_microseconds
+from gpu_timing import CACHED_BYTES
 from peers import described
 from record import Record
 from torch import Tensor, nn
@@ -25,6 +25,7 @@ from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from mxquant import MXFP4Config, experts_forward, quantize, quantize_
+from mxquant.tuning import graph_microseconds
 
 TOKENS = (1, 8, 32, 64, 128, 1024, 4096)
 BITS = 17 / 32  # bytes of an MXFP4 element, its share of a scale included

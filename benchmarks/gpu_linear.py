@@ -13,22 +13,65 @@ import argparse
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from gpu_bounds import measure_bounds
-from gpu_goals import check_goals
+import triton
+import triton.language as tl
 from gpu_quantizer import measure_quantizer
-from gpu_timing import copies, graph_microseconds, host_microseconds
+from gpu_timing import copies, host_microseconds
 from peers import PACKAGES, PEERS, Linear, Version, described
 from record import Record
 from torch import Tensor, nn
 
 from mxquant import MXFP4Config, explain, quantize, quantize_
+from mxquant.tuning import graph_microseconds
 
 SHAPES = ("28672x8192", "8192x8192", "4096x14336", "14336x4096", "4096x4096")
 ROWS = (1, 16, 32, 64, 128, 256, 512, 1024, 2048, 8192)
 DEVICE = "cuda"
+FP8_ROWS = 2048
+"""Rows from which an FP8 product takes longer than dequantizing the weight."""
+READ_WORDS = 8192
+"""Words of a program that reads: 32 KiB, 16 bytes a thread at a time."""
+
+
+@dataclass(frozen=True)
+class Goal:
+    """`version` is to be `at_least` so many times as fast as `baseline`, wherever both were measured."""
+
+    version: str
+    baseline: str
+    rows: range
+    at_least: float
+
+
+DECODE, FEW, SOME, MANY = range(1, 17), range(32, 65), range(128, 513), range(1024, 1 << 20)
+GOALS = (
+    Goal("W4A16", "bf16", DECODE, 2.6),
+    Goal("W4A16", "Humming W4A16", DECODE, 1.15),
+    Goal("W4A16", "triton_kernels W4A16", DECODE, 1.2),
+    Goal("W4A16", "bf16", FEW, 1.8),
+    Goal("W4A16", "Humming W4A16", FEW, 1.1),
+    Goal("W4A16", "triton_kernels W4A16", FEW, 1.1),
+    Goal("W4A16", "bf16", SOME, 1.1),
+    Goal("W4A16", "bf16", MANY, 0.95),
+    Goal("W4A16", "triton_kernels W4A16", MANY, 1.15),
+    Goal("W4A4", "bf16", DECODE, 3.1),
+    Goal("W4A4", "Humming W4A8", DECODE, 1.1),
+    Goal("W4A4", "bf16", range(64, 65), 2.5),
+    Goal("W4A4", "Humming W4A8", range(64, 65), 1.05),
+    Goal("W4A4", "bf16", range(128, 129), 1.9),
+    Goal("W4A4", "bf16", range(512, 513), 1.45),
+    Goal("W4A4", "bf16", range(2048, 2049), 1.65),
+    Goal("W4A4", "Humming W4A8", range(2048, 2049), 1.15),
+    Goal("W4A4", "torchao W4A4", range(2048, 2049), 10),
+    Goal("W4A4", "bf16", range(8192, 8193), 1.85),
+)
+SHAPE = "28672x8192"
+ELSEWHERE = 0.85
+"""How much of a goal is wanted at the other shapes."""
 
 
 def plain(w: Tensor) -> nn.Linear:
@@ -121,6 +164,95 @@ def measure(
                 continue
             bf16 = row["us"] if version is BF16 else bf16
             yield row | {"times_bf16": round(bf16 / row["us"], 3)}
+
+
+def measure_bounds(shapes: Iterable[tuple[int, int]], rows: Iterable[int], device: str) -> Iterator[dict[str, Any]]:
+    """What no linear can be faster than.
+
+    Launches that depend on each other; reading the weight's codes and scales; for many rows of W4A4 on FP8 tensor
+    cores, cuBLAS's FP8 product with promoted sums.
+    """
+    yield {"bound": "launches", "us": round(launches(device), 2)}
+    many = [m for m in rows if m >= FP8_ROWS]
+    for n, k in shapes:
+        shape = f"{n}x{k}"
+        taken = reading(n * k * 17 // 32, device)
+        yield {
+            "bound": "reading",
+            "shape": shape,
+            "us": round(taken, 2),
+            "tb_s": round(n * k * 17 / 32 / taken / 1e6, 2),
+        }
+        for m in many:
+            yield {"bound": "FP8 product", "shape": shape, "rows": m, "us": round(fp8_product(m, n, k, device), 2)}
+
+
+def launches(device: str) -> float:
+    """Of a W4A4 linear with next to nothing to compute."""
+    layer = nn.Linear(256, 64, bias=False, device=device, dtype=torch.bfloat16)
+    quantize_(layer, MXFP4Config())
+    x = torch.randn(1, 256, device=device, dtype=torch.bfloat16)
+    return graph_microseconds(lambda: [layer(x) for _ in range(100)], 100)
+
+
+def reading(size: int, device: str) -> float:
+    """Bytes that are not in the cache, into registers."""
+    buffers = [torch.zeros(size // 4, dtype=torch.int32, device=device) for _ in range(copies(size))]
+    grid = (triton.cdiv(size // 4, READ_WORDS),)
+    found = torch.empty(grid[0], dtype=torch.int32, device=device)
+    return graph_microseconds(
+        lambda: [_read_kernel[grid](b, found, size // 4, READ_WORDS) for b in buffers], len(buffers)
+    )
+
+
+@triton.jit
+def _read_kernel(words: tl.tensor, found: tl.tensor, size: tl.tensor, BLOCK: tl.constexpr) -> None:
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    largest = tl.max(tl.load(words + at, mask=at < size, other=0), 0)
+    if largest != 0:  # never: nothing is written
+        tl.store(found + tl.program_id(0), largest)
+
+
+def fp8_product(m: int, n: int, k: int, device: str) -> float:
+    """By cuBLAS, with one scale a row on both sides."""
+
+    def operand(rows: int) -> tuple[Tensor, Tensor]:
+        values = torch.randn(rows, k, device=device, dtype=torch.bfloat16).to(torch.float8_e4m3fn)
+        return values, torch.ones(rows, 1, device=device)
+
+    (x, x_scale), (w, w_scale) = operand(m), operand(n)
+    options = {"out_dtype": torch.bfloat16, "use_fast_accum": False}
+    return graph_microseconds(lambda: [torch._scaled_mm(x, w.t(), x_scale, w_scale.t(), **options)], 1)
+
+
+def check_goals(record: Record) -> None:
+    """Add to the record each goal that its results tell about."""
+    check_linears(record)
+    check_quantizer(record)
+
+
+def check_linears(record: Record) -> None:
+    measured = [row for row in record.results if "version" in row and "us" in row]
+    times = {(row["shape"], row["rows"], row["version"]): row["us"] for row in measured}
+    for goal in GOALS:
+        for (shape, rows, version), taken in times.items():
+            baseline = times.get((shape, rows, goal.baseline))
+            if version == goal.version and rows in goal.rows and baseline is not None:
+                at_least = goal.at_least if shape == SHAPE else round(goal.at_least * ELSEWHERE, 3)
+                record.goal(f"{version} times {goal.baseline}, {shape}, M={rows}", baseline / taken, at_least=at_least)
+
+
+def check_quantizer(record: Record) -> None:
+    for row in (row for row in record.results if "quantize" in row):
+        what = f"quantize to {row['quantize']}, {row['rows']}x{row['columns']}"
+        if row["rows"] <= 16:
+            record.goal(f"{what}, us", row["us"], at_most=4)
+        if row["rows"] * row["columns"] >= 16_000_000:
+            record.goal(f"{what}, of a copy's rate", row["of_copy"], at_least=0.85)
+            if "rotated_us" in row:
+                record.goal(f"{what}, rotated, times as long", row["rotated_us"] / row["us"], at_most=1.15)
+        if "torchao_us" in row:
+            record.goal(f"{what}, times torchao compiled", row["torchao_us"] / row["us"], at_least=1.0)
 
 
 def present(packages: Sequence[str], record: Record) -> list[Version]:

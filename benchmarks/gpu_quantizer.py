@@ -8,12 +8,13 @@ from functools import partial
 from typing import Any
 
 import torch
-from gpu_timing import copies, graph_microseconds
+from gpu_timing import copies
 from peers import described
 from torch import Tensor
 from torchao.prototype.mx_formats.mx_tensor import to_mx
 
 from mxquant import quantize
+from mxquant.tuning import graph_microseconds
 
 COLUMNS = 8192
 ROWS = (1, 16, 2048, 8192)

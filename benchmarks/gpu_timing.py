@@ -1,4 +1,4 @@
-"""Times on a GPU: of calls replayed in a CUDA graph, and of the host in one eager call. Not a benchmark itself."""
+"""Copies of a tensor against cache hits, and the host's time for one eager call. Not a benchmark itself."""
 
 import statistics
 import time
@@ -13,25 +13,6 @@ CACHED_BYTES = 400 << 20
 def copies(bytes_each: float) -> int:
     """How many tensors of a size leave nothing in the cache when they are used in turn."""
     return max(1, round(CACHED_BYTES / bytes_each))
-
-
-def graph_microseconds(run: Callable[[], object], calls: int, replays: int = 20) -> float:
-    """Median time of one of the `calls` that `run` makes, from replays of a CUDA graph."""
-    run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    graph.replay()
-    times = []
-    for _ in range(replays):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(end) * 1e3 / calls)
-    return statistics.median(times)
 
 
 def host_microseconds(run: Callable[[], object], calls: int = 100) -> float:

@@ -29,7 +29,7 @@ from mxquant.tensor.product import product
 CONFIGS = {"W4A4": MXFP4Config(), "W4A16": MXFP4Config(activation=None)}
 
 
-def host_microseconds(call: Callable[[], object], calls: int = 200, rounds: int = 15) -> float:
+def best_host_microseconds(call: Callable[[], object], calls: int = 200, rounds: int = 15) -> float:
     """Few enough calls a round that none waits for room in the GPU's queue."""
     best = float("inf")
     for _ in range(rounds):
@@ -124,7 +124,7 @@ class Report:
         self.record = record
 
     def __call__(self, version: str, part: str, call: Callable[[], object]) -> float:
-        taken = host_microseconds(call)
+        taken = best_host_microseconds(call)
         print(f"{version:8} {part:44} {taken:8.2f} us", flush=True)
         self.record.results.append({"version": version, "part": part, "us": taken})
         return taken

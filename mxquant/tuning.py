@@ -26,7 +26,6 @@ from mxquant.tensor.choose import choose_backend
 ROWS = (1, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 # Another route than the default has to be faster by this factor: what is less lies within the spread of medians.
 _GAIN = 1.02
-_REPLAYS = 20
 
 Timer = Callable[[KernelChoice, Tensor, Operand, Problem], float]
 """Microseconds of a product by a route: of an input with a weight, as `Backend.matmul`."""
@@ -210,29 +209,36 @@ def keep(measured: Sequence[Measurement]) -> list[Path]:
 
 
 def gpu_microseconds(route: KernelChoice, x: Tensor, weight: Operand, problem: Problem) -> float:
-    """Median time of a product, replayed as a CUDA graph: over copies of the weight that leave nothing of one another
-    in the cache.
-    """
+    """Median time of a product on a GPU. Copies of the weight take turns, so that none is read from the L2 cache."""
     with torch.cuda.device_of(x):
         cache = torch.cuda.get_device_properties(x.device).L2_cache_size
         others = math.ceil(2 * cache / (weight.qdata.nbytes + weight.scale.nbytes))
         weights = [weight, *(weight.map(torch.clone) for _ in range(others))]
-        route.multiply(x, weight, None, problem)  # compiles, outside of the graph
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+
+        def multiply_all() -> None:
             for one in weights:
                 route.multiply(x, one, None, problem)
+
+        return graph_microseconds(multiply_all, len(weights))
+
+
+def graph_microseconds(run: Callable[[], object], calls: int, replays: int = 20) -> float:
+    """Median time of one of the `calls` that `run` makes, replayed as a CUDA graph on the current device."""
+    run()  # compiles kernels, which is not allowed during capture
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    graph.replay()
+    times = []
+    for _ in range(replays):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
         graph.replay()
-        times = []
-        for _ in range(_REPLAYS):
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            times.append(start.elapsed_time(end))
-    return statistics.median(times) * 1e3 / len(weights)
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end))
+    return statistics.median(times) * 1e3 / calls
 
 
 def _cells(one: Measurement, routes: Sequence[str]) -> list[str]:

@@ -67,7 +67,7 @@ def test_a_run_records_every_version(gpu_linear: ModuleType, tmp_path: Path) -> 
 
 def test_bounds_are_of_bytes_read_and_of_products(load: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each call of a graph takes a microsecond."""
-    module = load("gpu_bounds")
+    module = load("gpu_linear")
     monkeypatch.setattr(module, "copies", lambda size: 2)
     monkeypatch.setattr(module, "graph_microseconds", lambda run, calls: len(run()) / calls)
     launched: list[tuple[Any, ...]] = []
@@ -180,7 +180,7 @@ def row(version: str, us: float, rows: int = 1, shape: str = "28672x8192") -> di
 
 def goals_of(load: Any, *results: dict[str, Any]) -> dict[str, tuple[str, float, bool]]:
     record = load("record").Record("gpu_linear", "", "", results=list(results))
-    load("gpu_goals").check_goals(record)
+    load("gpu_linear").check_goals(record)
     return {goal["what"]: (goal["goal"], goal["measured"], goal["met"]) for goal in record.goals}
 
 
@@ -228,15 +228,15 @@ def test_each_place_and_mode_of_calibration_is_recorded(
 ) -> None:
     """On a CPU, of a model of a few weights; bytes on a GPU are counted from none to 10."""
     pytest.importorskip("transformers")
-    module = load("gpu_calibration")
-    monkeypatch.setattr(module, "DEVICE", "cpu")
+    module = load("calibration")
+    monkeypatch.setattr(module, "GPU", "cpu")
     monkeypatch.setattr(module, "SIZES", {"SmolLM2-135M": module.Size(64, 96, 2, 1, 2)})
     for name, value in (("memory_allocated", 0), ("max_memory_allocated", 10)):
         monkeypatch.setattr(module.torch.cuda, name, lambda value=value: value)
     for name in ("synchronize", "reset_peak_memory_stats"):
         monkeypatch.setattr(module.torch.cuda, name, lambda: None)
     monkeypatch.setattr(load("record"), "FOLDER", tmp_path)
-    module.main(["--sizes", "SmolLM2-135M", "--tokens", "512"])
+    module.main(["--device", "cuda", "--sizes", "SmolLM2-135M", "--tokens", "512"])
     rows = json.loads((tmp_path / "results" / "gpu_calibration.json").read_text())["results"]
     assert [(row["place"], row["mode"]) for row in rows] == [
         (place, mode) for place in ("gpu", "device") for mode in ("parallel", "sequential")
