@@ -97,6 +97,14 @@ def test_links_lead_somewhere(page: Path) -> None:
     assert not missing
 
 
+@pytest.mark.parametrize("page", [ROOT / "docs" / "architecture.md", ROOT / "CONTRIBUTING.md"], ids=name_of)
+def test_named_files_exist(page: Path) -> None:
+    """Every path in backticks, but those with a placeholder such as `<name>`."""
+    named = re.findall(r"`((?:mxquant|tests|docs|benchmarks|examples)/[\w./]*)`", page.read_text())
+    assert len(named) >= 10
+    assert not [path for path in named if not (ROOT / path).exists()]
+
+
 def test_public_names_are_documented() -> None:
     text = "\n".join(page.read_text() for page in PAGES)
     names = [name for name in mxquant.__all__ if not name.startswith("__")]
