@@ -39,7 +39,7 @@ def mixed() -> tuple[nn.Module, nn.Module]:
     return model, original
 
 
-def test_as_text() -> None:
+def test_summary_as_text() -> None:
     model, _ = mixed()
     assert_expected_inline(
         str(summary(model)),
@@ -60,7 +60,7 @@ def test_as_text() -> None:
     )
 
 
-def test_as_text_with_the_original() -> None:
+def test_summary_as_text_with_the_original() -> None:
     model, original = nn.Sequential(nn.Linear(32, 32)), nn.Sequential(nn.Linear(32, 32))
     with torch.no_grad():
         model[0].weight.copy_(1.0)
@@ -77,7 +77,7 @@ def test_as_text_with_the_original() -> None:
     )
 
 
-def test_as_text_before_anything_is_quantized() -> None:
+def test_summary_as_text_before_anything_is_quantized() -> None:
     assert_expected_inline(
         str(summary(mlp())),
         """\
@@ -90,7 +90,7 @@ def test_as_text_before_anything_is_quantized() -> None:
     )
 
 
-def test_a_model_without_matrices() -> None:
+def test_summary_of_a_model_without_matrices() -> None:
     assert_expected_inline(
         str(summary(nn.LayerNorm(8))), """16 parameters, nothing is quantized; 64 bytes before, 64 now"""
     )
@@ -109,7 +109,7 @@ class _Cells(HTMLParser):
         self.cells.append(data)
 
 
-def test_as_html() -> None:
+def test_summary_as_html() -> None:
     model, original = mixed()
     text = summary(model, original)._repr_html_()
     parsed = _Cells()
@@ -130,7 +130,7 @@ def test_html_is_escaped() -> None:
     assert "| <b>.weight " in str(summary(model))
 
 
-def test_brackets_are_text() -> None:
+def test_brackets_in_names_are_not_markup() -> None:
     model = nn.Module()
     model.add_module("[red]", nn.Linear(32, 32))
     assert "[red].weight" in str(summary(model))
@@ -153,7 +153,7 @@ def test_bits_are_counted_from_bytes(format: str, bits: float) -> None:
 
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("from_state_dict", [False, True])
-def test_sqnr(format: str, from_state_dict: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sqnr_is_its_definition(format: str, from_state_dict: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mxquant.report._CHUNK_ELEMENTS", 500)  # so that a weight is read in several chunks
     model = mlp(dtype=torch.bfloat16)
     original = copy.deepcopy(model)
@@ -227,7 +227,7 @@ def test_the_backend_is_the_one_that_computes() -> None:
         unregister_backend("picky")
 
 
-def test_nothing_is_changed() -> None:
+def test_summary_changes_nothing() -> None:
     model, original = mlp(), mlp()
     quantize_(model, "mxfp4", filter_fn=lambda module, name: name == "0")
     before = [(name, id(parameter)) for name, parameter in model.named_parameters()], snapshot(original)
@@ -235,5 +235,5 @@ def test_nothing_is_changed() -> None:
     assert ([(name, id(parameter)) for name, parameter in model.named_parameters()], snapshot(original)) == before
 
 
-def test_uninitialized_parameters_are_passed_over() -> None:
+def test_uninitialized_parameters_are_not_listed() -> None:
     assert summary(nn.Sequential(nn.LazyLinear(8))).skipped == []

@@ -184,7 +184,7 @@ def places(model: nn.Module) -> dict[str, tuple[Tensor, int]]:
 
 @pytest.mark.parametrize("sequential", [True, False], ids=["sequential", "parallel"])
 @pytest.mark.parametrize("name", CASES)
-def test_codes_are_those_of_the_models_own_device(name: str, sequential: bool) -> None:
+def test_offloaded_calibration_gives_the_codes_of_the_models_own_device(name: str, sequential: bool) -> None:
     case = CASES[name]
     expected = case.make().eval()
     model, data = copy.deepcopy(expected), batches()
@@ -199,7 +199,7 @@ def test_codes_are_those_of_the_models_own_device(name: str, sequential: bool) -
 
 
 @pytest.mark.parametrize("kind", ["llama", "tied", "mixtral"])
-def test_models_of_transformers(kind: str) -> None:
+def test_offloaded_calibration_of_transformers_models(kind: str) -> None:
     """With a mask, positions and a cache, which are the blocks' arguments too; the cache stays as it is."""
     transformers = pytest.importorskip("transformers")
     from small_transformers import IDS, MODELS
@@ -238,7 +238,7 @@ class Mask:
         return Mask(self.blocks.to(device))
 
 
-def test_all_that_a_call_holds_goes_along() -> None:
+def test_clone_call_moves_all_arguments() -> None:
     x = torch.randn(4)
     args, kwargs = clone_call(((x, Pair(x, x), [x, 1.5], torch.Size([2])), {"mask": Mask(x), "dtype": x.dtype}), DEVICE)
     assert all(one.device == DEVICE for one in (args[0], *args[1], args[2][0], kwargs["mask"].blocks))
@@ -298,7 +298,9 @@ def stop_at(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, count: int) 
 
 @pytest.mark.parametrize("sequential", [True, False], ids=["sequential", "parallel"])
 @pytest.mark.parametrize("name", ["experts", "around the blocks", "no chain of blocks"])
-def test_it_goes_on_after_a_stop(name: str, sequential: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_resume_of_an_offloaded_calibration(
+    name: str, sequential: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What was quantized is on the device, all else at home as it was; the next call ends as one that ran through."""
     case, data = CASES[name], batches()
     original = case.make()
@@ -324,7 +326,7 @@ def test_it_goes_on_after_a_stop(name: str, sequential: bool, tmp_path: Path, mo
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 9, 30])
-def test_a_device_that_is_full_changes_nothing(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_out_of_memory_leaves_the_model_unchanged(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Wherever something is sent there: within a block, or with its inputs."""
     model = Model(BufferBlock, 2)
     before = places(model)
@@ -354,14 +356,14 @@ def test_a_device_that_is_full_changes_nothing(count: int, monkeypatch: pytest.M
 # What stays
 
 
-def test_a_model_that_is_on_the_device_is_calibrated_as_if_none_were_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_is_on_the_device_is_not_moved(monkeypatch: pytest.MonkeyPatch) -> None:
     model, data = Model().to(DEVICE), batches()
     monkeypatch.setattr(BlockOffload, "_load", None)  # nothing is moved
     quantize_(model, ROTATED, calibration=data, device=DEVICE)
     assert {tensor.device for tensor in tensors_of(model).values()} == {DEVICE}
 
 
-def test_weights_quantized_before_stay_where_they_are() -> None:
+def test_already_quantized_weights_stay_on_the_models_device() -> None:
     """At home, though they are used on the device meanwhile."""
     model, data = Model(), batches()
     quantize_(model, {"*.gate": "mxfp4", "lm_head": "mxfp8"})
@@ -372,7 +374,7 @@ def test_weights_quantized_before_stay_where_they_are() -> None:
     assert model.blocks[0].up.weight.device == DEVICE
 
 
-def test_batches_stay_where_they_are() -> None:
+def test_batches_stay_on_their_device() -> None:
     model, data = Model(), batches()
     there = [one.to(DEVICE) for one in data]
     expected = copy.deepcopy(model)

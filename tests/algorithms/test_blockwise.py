@@ -92,7 +92,7 @@ def test_blocks_may_work_in_place(whole: bool, sequential: bool) -> None:
     assert all(torch.equal(one, other) for one, other in zip(given, data, strict=True))
 
 
-def test_what_is_worked_on_between_the_blocks_is_no_chain() -> None:
+def test_changes_between_blocks_break_the_chain() -> None:
     model, data = HalvedBetween(Plain), vectors()
     with calibration_mode(model):
         assert block_stages(model, model_stage(model, data), WEIGHTS) == []
@@ -123,7 +123,7 @@ class Pairs(Chain):
 
 @pytest.mark.parametrize("sequential", [True, False])
 @pytest.mark.parametrize("by_keyword", [True, False])
-def test_a_second_tensor_is_passed_along(by_keyword: bool, sequential: bool) -> None:
+def test_a_second_output_is_passed_to_the_next_block(by_keyword: bool, sequential: bool) -> None:
     model, unchained = Pairs(by_keyword), Pairs(chained=False)
     unchained.load_state_dict(model.state_dict())
     data = vectors()
@@ -164,7 +164,7 @@ def test_caches_do_not_grow_from_run_to_run() -> None:
     assert wrapped.inner.config.use_cache is True
 
 
-def test_a_cache_in_a_batch_stays_as_it_is() -> None:
+def test_a_cache_in_a_batch_is_not_changed() -> None:
     """Its codes are those of the same cache in a model that is not run block by block."""
     transformers = pytest.importorskip("transformers")
     from small_transformers import IDS, MODELS
@@ -184,7 +184,7 @@ def test_a_cache_in_a_batch_stays_as_it_is() -> None:
     assert_same_codes(model, whole)
 
 
-def test_configs_inside_of_a_model_get_their_caches_back() -> None:
+def test_use_cache_of_nested_configs_is_restored() -> None:
     class Config:
         use_cache = True
 

@@ -44,7 +44,7 @@ def inputs_of(model: nn.Module, name: str, data: list[Tensor]) -> Tensor:
 
 @pytest.mark.parametrize("sequential", [True, False])
 @pytest.mark.parametrize("make", MODELS)
-def test_outputs_are_nearer_than_those_of_rounding(make: Any, sequential: bool) -> None:
+def test_gptq_outputs_are_closer_than_rounded_ones(make: Any, sequential: bool) -> None:
     original, data = make().eval(), batches(4)
     found = {}
     for algorithm in ("rtn", GPTQ(sequential=sequential, min_tokens=32)):
@@ -274,7 +274,7 @@ def test_a_layer_that_runs_twice_is_calibrated_on_both_inputs(sequential: bool) 
     assert (of_one[0] == model.mix.weight.qdata).float().mean() < 0.9
 
 
-def test_one_block_in_the_list_twice_is_no_chain() -> None:
+def test_a_block_that_is_listed_twice_is_no_chain() -> None:
     model, data = Model(), batches()
     model.blocks[2] = model.blocks[0]
     quantize_(model, ROTATED, calibration=data)
@@ -318,7 +318,7 @@ def test_too_few_tokens_are_counted_in_one_warning(caplog: pytest.LogCaptureFixt
 # Stages
 
 
-def test_blocks_run_one_after_the_other_as_in_the_model() -> None:
+def test_block_stages_capture_the_models_calls() -> None:
     model, data = Model().eval(), batches()
     names = [name for name, _ in model.named_parameters()]
     with calibration_mode(model):
@@ -331,7 +331,7 @@ def test_blocks_run_one_after_the_other_as_in_the_model() -> None:
     assert block_stages(nn.Linear(64, 64), model_stage(nn.Linear(64, 64), data), ["weight"]) == []
 
 
-def test_compiled_blocks_are_calibrated_as_others() -> None:
+def test_compiled_blocks_give_the_codes_of_eager_ones() -> None:
     """Eager meanwhile: compiled ones call no hooks."""
     model = Model()
     expected = copy.deepcopy(model)

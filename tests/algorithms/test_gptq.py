@@ -72,7 +72,7 @@ def reference(w: Tensor, hessian: Tensor, grid: Grid, damping: float) -> Tensor:
 
 
 @pytest.mark.parametrize("name", WEIGHT_FORMATS)
-def test_it_is_optimal_brain_quantization(name: str) -> None:
+def test_codes_equal_optimal_brain_quantization(name: str) -> None:
     w, x = torch.randn(N, K), inputs()
     grid = grid_of(name, w)
     hessian = x.T @ x
@@ -87,7 +87,7 @@ def test_it_is_optimal_brain_quantization(name: str) -> None:
 
 @pytest.mark.parametrize("settings", [GPTQ(), GPTQ(act_order=True), GPTQ(damping=0.1)])
 @pytest.mark.parametrize("name, mode", [(name, None) for name in WEIGHT_FORMATS] + [("mxfp4", "mse")])
-def test_outputs_are_nearer_than_those_of_rounding(name: str, mode: str | None, settings: GPTQ) -> None:
+def test_outputs_are_closer_than_rounded_ones(name: str, mode: str | None, settings: GPTQ) -> None:
     w, x = torch.randn(N, K), inputs()
     grid = grid_of(name, w, mode)
     nearest = quantize_blocks(w, grid.format, grid.scale_mode, per_tensor_scale=grid.per_tensor_scale)
@@ -109,7 +109,7 @@ def test_independent_inputs_of_equal_size_leave_nothing_to_correct(act_order: bo
 
 
 @pytest.mark.parametrize("name", ["mxfp4", "nvfp4", "mxfp6_e2m3"])
-def test_matrices_one_below_the_other_are_independent(name: str) -> None:
+def test_stacked_matrices_are_quantized_independently(name: str) -> None:
     fmt = get_format(name)
     matrices, hessian = [torch.randn(N, K), torch.randn(3, K) * 5], (x := inputs()).T @ x
     scales = [nvfp4_per_tensor_scale(w) for w in matrices]
@@ -121,7 +121,7 @@ def test_matrices_one_below_the_other_are_independent(name: str) -> None:
         assert torch.equal(alone[1], bytes_)
 
 
-def test_a_last_block_that_is_partial() -> None:
+def test_partial_last_block() -> None:
     w, x = torch.randn(N, 40), inputs(40)
     grid = grid_of("mxfp4", w)
     codes = gptq(w, x.T @ x, grid, GPTQ())
@@ -166,12 +166,12 @@ def test_the_same_inputs_give_the_same_codes() -> None:
         ({"min_tokens": 0}, ValueError, "min_tokens=0"),
     ],
 )
-def test_wrong_settings(options: dict[str, Any], error: type[Exception], message: str) -> None:
+def test_wrong_settings_are_refused(options: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         GPTQ(**options)
 
 
-def test_algorithms_in_a_config() -> None:
+def test_config_accepts_algorithm_names_and_settings() -> None:
     assert MXFP4Config().gptq is None
     assert MXFP4Config(algorithm="gptq").gptq == GPTQ()
     assert NVFP4Config(algorithm=GPTQ(damping=0.1)).gptq == GPTQ(damping=0.1)

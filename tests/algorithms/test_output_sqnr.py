@@ -16,7 +16,7 @@ def by_name(found: list[QuantizedWeight]) -> dict[str, QuantizedWeight]:
     return {row.name: row for row in found}
 
 
-def test_of_one_layer_it_is_the_definition() -> None:
+def test_output_sqnr_of_one_layer_is_its_definition() -> None:
     original, x = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 32)), torch.randn(20, 64)
     model = copy.deepcopy(original)
     quantize_(model, "mxfp4")
@@ -31,7 +31,7 @@ def test_of_one_layer_it_is_the_definition() -> None:
 
 
 @pytest.mark.parametrize("make", [Model, lambda: Model(MoEBlock)])
-def test_gptq_is_better_on_outputs_and_worse_on_weights(make: type[Model]) -> None:
+def test_gptq_has_better_output_sqnr_and_worse_weight_sqnr(make: type[Model]) -> None:
     original, data = make().eval(), batches(4)
     found = []
     for algorithm in ("rtn", "gptq"):
@@ -47,7 +47,7 @@ def test_gptq_is_better_on_outputs_and_worse_on_weights(make: type[Model]) -> No
     assert "<th>output SQNR dB</th>" in found[0]._repr_html_()
 
 
-def test_a_module_that_does_not_run_has_none() -> None:
+def test_a_module_that_does_not_run_has_no_output_sqnr() -> None:
     original = Model()
     original.unused = nn.Linear(64, 64)
     model = copy.deepcopy(original)
@@ -59,7 +59,7 @@ def test_a_module_that_does_not_run_has_none() -> None:
     assert not any(module._forward_hooks for module in original.modules())
 
 
-def test_a_quantized_model_against_its_dequantized_self() -> None:
+def test_output_sqnr_against_the_dequantized_model() -> None:
     model = Model()
     quantize_(model, MXFP4Config(activation=None))
     ordinary = copy.deepcopy(model)
@@ -68,7 +68,7 @@ def test_a_quantized_model_against_its_dequantized_self() -> None:
     assert all(row.output_sqnr_db is not None and row.output_sqnr_db > 100 for row in rows)  # fp32's own rounding
 
 
-def test_it_is_plotted() -> None:
+def test_plot_shows_weights_and_outputs() -> None:
     pytest.importorskip("matplotlib")
     original = Model()
     model = copy.deepcopy(original)

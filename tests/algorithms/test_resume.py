@@ -64,7 +64,7 @@ def mapping(sequential: bool) -> dict[str, object]:
 
 @pytest.mark.parametrize("sequential", [True, False])
 @pytest.mark.parametrize("kind", MODELS)
-def test_it_goes_on_wherever_it_was_stopped(
+def test_resume_gives_the_same_codes_wherever_it_stopped(
     kind: str, sequential: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     original, data = MODELS[kind](), batches()
@@ -92,7 +92,7 @@ def test_it_goes_on_wherever_it_was_stopped(
 
 
 @pytest.mark.parametrize("kind", ["llama", "mixtral"])
-def test_models_of_transformers_go_on(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_resume_of_transformers_models(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("transformers")
     from small_transformers import IDS
     from small_transformers import MODELS as TRANSFORMERS
@@ -112,7 +112,7 @@ def test_models_of_transformers_go_on(kind: str, tmp_path: Path, monkeypatch: py
     assert len(again) == len(first) / 2  # the second of two blocks
 
 
-def test_what_is_finished_is_not_computed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_finished_stages_are_not_computed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     original, data = Model(), batches()
     first, second = copy.deepcopy(original), copy.deepcopy(original)
     quantize_(first, ROTATED, calibration=data, resume=tmp_path)
@@ -130,7 +130,7 @@ def test_a_stage_is_an_ordinary_checkpoint(tmp_path: Path) -> None:
     assert torch.equal(stored["blocks.1.experts.up"].qdata, model.blocks[1].experts.up.qdata)
 
 
-def test_a_file_that_was_being_written_does_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_partial_file_is_no_stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     original, data = Model(), batches()
     with monkeypatch.context() as patch:
         stop_after(patch, resume.os, "fsync", 1)
@@ -144,7 +144,7 @@ def test_a_file_that_was_being_written_does_not_count(tmp_path: Path, monkeypatc
     assert_same(model, expected)
 
 
-def test_two_may_write_one_stage_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_writers_of_one_stage_leave_it_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second writes all of it while the first is writing."""
     model, fsync = Model(Block, 1), resume.os.fsync
     quantize_(model, {"pooler": "mxfp4"})
@@ -164,20 +164,20 @@ def test_two_may_write_one_stage_at_once(tmp_path: Path, monkeypatch: pytest.Mon
     assert torch.equal(first.read(0)["pooler.weight"].qdata, model.pooler.weight.qdata)
 
 
-def test_digits_of_other_scripts_number_no_stage(tmp_path: Path) -> None:
+def test_file_names_with_non_ascii_digits_are_ignored(tmp_path: Path) -> None:
     (tmp_path / "stage-\u0660\u0660\u0660\u0660\u0663.safetensors").write_bytes(b"of somebody else")
     quantize_(Model(Block, 1), ROTATED, calibration=batches(), resume=tmp_path)
     assert len(list(tmp_path.iterdir())) == 3
 
 
-def test_the_home_folder_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tilde_in_the_path_is_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     quantize_(Model(Block, 1), ROTATED, calibration=batches(), resume="~/new")
     assert len(list((tmp_path / "new").iterdir())) == 2
 
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
-def test_tensors_without_plain_values_are_told_apart(tmp_path: Path) -> None:
+def test_meta_and_sparse_tensors_change_the_fingerprint(tmp_path: Path) -> None:
     """Parameters on the meta device, which nothing uses, by their shapes; sparse buffers by what they hold."""
     data, eye = batches(), torch.eye(4)
 
@@ -207,7 +207,7 @@ def test_a_stage_whose_file_is_deleted_is_computed_again(tmp_path: Path) -> None
     assert_same(first, second)
 
 
-def test_the_log_says_how_to_go_on(
+def test_the_log_says_how_to_resume(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     stop_after(monkeypatch, calibrate, "gptq", 4)

@@ -117,7 +117,7 @@ def test_other_batches_are_refused(saved: tuple[Model, list[Tensor], Path]) -> N
     assert_refused(model, both, data[:2], folder, "another calibration and another config;")
 
 
-def test_what_changes_nothing_of_a_model_is_no_other_model(saved: tuple[Model, list[Tensor], Path]) -> None:
+def test_incidental_attributes_do_not_change_the_fingerprint(saved: tuple[Model, list[Tensor], Path]) -> None:
     model, data, folder = saved
     model.eval()
     model.name_or_path = "elsewhere"
@@ -196,7 +196,7 @@ def test_files_that_are_no_stages_of_this_call_are_refused(saved: tuple[Model, l
         ),
     ],
 )
-def test_what_is_no_folder_is_refused(tmp_path: Path, folder: Any, message: str) -> None:
+def test_a_path_that_is_no_folder_is_refused(tmp_path: Path, folder: Any, message: str) -> None:
     (tmp_path / "file").write_text("text")
     (tmp_path / "dangling").symlink_to(tmp_path / "nothing")
     if isinstance(folder, str):

@@ -25,7 +25,7 @@ class LanguageModel(Model):
 
 
 @pytest.mark.parametrize("rotation", [None, 32])
-def test_of_one_layer_it_is_the_definition(rotation: int | None) -> None:
+def test_estimate_of_one_layer_is_its_definition(rotation: int | None) -> None:
     """Half the sum over tokens of (gradient x error)^2, where the gradient is the random direction itself."""
     linear, x = nn.Linear(64, 32), torch.randn(20, 64)
     configs = [WEIGHT_ONLY | {"rotation": rotation}, {"weight": "mxfp4", "rotation": rotation}]
@@ -39,7 +39,7 @@ def test_of_one_layer_it_is_the_definition(rotation: int | None) -> None:
     assert layer.added_loss == pytest.approx((of_weight.item(), (of_weight + of_input).item()), rel=1e-4)
 
 
-def test_inputs_that_are_worked_on_in_place_count_as_they_were() -> None:
+def test_inputs_changed_in_place_count_as_they_were() -> None:
     """A sum in place after a layer changes what it was given, before the backward runs."""
 
     class Residual(nn.Module):
@@ -62,7 +62,7 @@ def test_inputs_that_are_worked_on_in_place_count_as_they_were() -> None:
     assert sensitivity(in_place, data).layers == sensitivity(plain, data).layers
 
 
-def test_a_batch_that_the_model_works_on_in_place_stays() -> None:
+def test_batches_are_not_changed_in_place() -> None:
     model = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(64, 64))
     x = torch.randn(20, 64)
     before = x.clone()
@@ -92,7 +92,7 @@ def real_loss(model: LanguageModel, name: str, data: list[Tensor]) -> float:
     return total
 
 
-def test_it_ranks_layers_as_their_real_loss_does() -> None:
+def test_ranking_follows_the_real_loss() -> None:
     model, data = LanguageModel().eval(), batches(4)
     with torch.no_grad():
         model.blocks[1].down.weight *= 6
@@ -108,7 +108,7 @@ def test_it_ranks_layers_as_their_real_loss_does() -> None:
     assert found.layers[0].name == ranks[0][-1]
 
 
-def test_the_model_stays_as_it_is() -> None:
+def test_sensitivity_does_not_change_the_model() -> None:
     model = Model().train()
     model.lm_head.weight.requires_grad_(False)
     before, modes = snapshot(model), [module.training for module in model.modules()]
@@ -147,14 +147,14 @@ def example() -> Sensitivity:
         (16, "abc"),  # d is no better in more bits
     ],
 )
-def test_what_takes_away_most_loss_a_bit_comes_first(budget: float | str, wide: str) -> None:
+def test_propose_takes_the_most_loss_per_bit_first(budget: float | str, wide: str) -> None:
     mapping = example().propose(budget)
     assert "".join(name for name, config in mapping.items() if config == EIGHT) == wide
     assert set(mapping) == set("abcd")
 
 
 @pytest.mark.parametrize("budget", [8.25, 9])
-def test_of_configs_of_equal_bits_the_better_is_taken(budget: float) -> None:
+def test_propose_takes_the_better_of_equal_sizes(budget: float) -> None:
     """Whatever their order, and whether they are the cheapest or not."""
     five = MXFP8Config(element="e5m2")
     for configs in ((five, EIGHT), (EIGHT, five), (FOUR, five, EIGHT), (FOUR, EIGHT, five)):
@@ -165,13 +165,13 @@ def test_of_configs_of_equal_bits_the_better_is_taken(budget: float) -> None:
 
 
 @pytest.mark.parametrize("budget, message", [(4, "below"), ("few", "no number"), (None, "no number")])
-def test_budgets_that_cannot_be(budget: Any, message: str) -> None:
+def test_impossible_budgets_are_refused(budget: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         example().propose(budget)
 
 
 @pytest.mark.parametrize("budget", [4.5, 5.0, 6.25])
-def test_the_proposal_goes_into_quantize(budget: float) -> None:
+def test_the_proposal_is_a_mapping_for_quantize(budget: float) -> None:
     model, data = LanguageModel().eval(), batches(2)
     quantize_(model, sensitivity(model, data).propose(budget))
     found = summary(model)
@@ -193,7 +193,7 @@ def test_more_bits_lose_less() -> None:
     assert losses[0] > losses[1] > losses[2]
 
 
-def test_it_prints_a_table() -> None:
+def test_prints_a_table() -> None:
     """Configs of one format are told apart by what they change."""
     configs = (FOUR, MXFP4Config(activation=None, rotation=32), MXFP8Config(element="e5m2"))
     found = Sensitivity(configs, [LayerSensitivity("a", 1000, (1.0, 0.25, 0.125))])
@@ -212,12 +212,12 @@ def test_it_prints_a_table() -> None:
 @pytest.mark.parametrize(
     "data, configs, message", [([], ["mxfp4"], "0 batches"), ([torch.zeros(1, 64)], [], r"configs=\[\]")]
 )
-def test_nothing_to_estimate(data: list[Tensor], configs: list[str], message: str) -> None:
+def test_nothing_to_estimate_is_refused(data: list[Tensor], configs: list[str], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         sensitivity(nn.Linear(64, 64), data, configs)
 
 
-def test_one_config_is_a_list_of_one() -> None:
+def test_a_single_config_is_accepted() -> None:
     data = [torch.randn(4, 64)]
     for config in ("mxfp4", {"weight": "mxfp4"}, FOUR):
         assert sensitivity(nn.Linear(64, 64), data, config).configs == (FOUR,)

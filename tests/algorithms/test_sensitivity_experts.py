@@ -126,7 +126,7 @@ def expected_losses(block: Any, x: Tensor, direction: Tensor, rotation: int | No
 
 @pytest.mark.parametrize("rotation", [None, 32])
 @pytest.mark.parametrize("make", [Pairs, WeighedInputs, Separate])
-def test_of_one_block_it_is_the_definition(make: type[Pairs], rotation: int | None) -> None:
+def test_estimate_of_one_block_is_its_definition(make: type[Pairs], rotation: int | None) -> None:
     block, x = Block(make()), torch.randn(TOKENS, WIDTH)
     configs = [WEIGHT_ONLY | {"rotation": rotation}, {"weight": "mxfp4", "rotation": rotation}]
     found = {layer.name: layer for layer in sensitivity(block, [x], configs, seed=3).layers}
@@ -189,7 +189,7 @@ def real_loss(model: nn.Module, name: str, data: list[Tensor]) -> float:
 
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
-def test_it_estimates_what_quantizing_experts_really_costs(family: str) -> None:
+def test_estimate_is_close_to_the_real_loss(family: str) -> None:
     """Every token goes to all experts, so that none changes its way, which is not estimated."""
     model, data = tiny(family, chosen=4), ids(8)
     found = sensitivity(model, data, [WEIGHT_ONLY])
@@ -208,7 +208,7 @@ def test_it_estimates_what_quantizing_experts_really_costs(family: str) -> None:
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
 @pytest.mark.parametrize("implementation", ["eager", "grouped_mm", "batched_mm"])
-def test_it_does_not_depend_on_who_computes_the_experts(family: str, implementation: str) -> None:
+def test_estimate_does_not_depend_on_the_experts_implementation(family: str, implementation: str) -> None:
     model, data = tiny(family), ids(1)
     expected = {layer.name: layer.added_loss for layer in sensitivity(model, data, ["mxfp4"]).layers}
     model.set_experts_implementation(implementation)  # type: ignore[operator]
@@ -219,7 +219,7 @@ def test_it_does_not_depend_on_who_computes_the_experts(family: str, implementat
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
 @pytest.mark.parametrize("budget", [4.5, 5.5])
-def test_the_proposal_goes_into_quantize(family: str, budget: float) -> None:
+def test_the_proposal_is_a_mapping_for_quantize(family: str, budget: float) -> None:
     model, data = tiny(family), ids(2)
     found = sensitivity(model, data)
     quantize_(model, found.propose(budget))
