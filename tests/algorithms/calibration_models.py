@@ -1,11 +1,14 @@
-"""Small models of several shapes, and batches for them."""
+"""Small models of several shapes, batches for them, and a calibration that stops half-way."""
 
+import copy
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
-from mxquant import experts_forward, register_experts_layout
+from mxquant import experts_forward, quantize_, register_experts_layout
+from mxquant.algorithms import sensitivity
 
 WIDTH, INNER, VOCABULARY = 64, 96, 50
 
@@ -95,3 +98,34 @@ class Unchained(Model):
 
 def batches(count: int = 3, rows: int = 8) -> list[Tensor]:
     return [torch.randint(0, VOCABULARY, (rows, 16)) for _ in range(count)]
+
+
+class Stopped(Exception):
+    pass
+
+
+def stop_after(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, count: int | None) -> list[None]:
+    """Let a function of `owner` run `count` times (None: always), then raise; returns one entry for each call."""
+    work, calls = getattr(owner, name), list[None]()
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        if len(calls) == count:
+            raise Stopped
+        calls.append(None)
+        return work(*args, **kwargs)
+
+    monkeypatch.setattr(owner, name, counted)
+    return calls
+
+
+@torch.no_grad()
+def losses_within_budgets(model: nn.Module, data: list[Tensor]) -> list[float]:
+    """The divergence from the model's predictions when it is quantized within 4.25, 5 and 6.25 bits by sensitivity."""
+    found, losses = sensitivity(model, data), []
+    expected = [model(ids).logits.log_softmax(-1) for ids in data]
+    for budget in (4.25, 5, 6.25):
+        quantized = copy.deepcopy(model)
+        quantize_(quantized, found.propose(budget))
+        outputs = [quantized(ids).logits.log_softmax(-1) for ids in data]
+        losses.append(sum((p.exp() * (p - q)).sum().item() for p, q in zip(expected, outputs, strict=True)))
+    return losses

@@ -15,7 +15,18 @@ import torch
 from second_device import CPU, DEVICE, SecondDevice
 from torch import Tensor, nn
 
-from algorithms.calibration_models import VOCABULARY, WIDTH, Block, Model, MoEBlock, TupleBlock, Unchained, batches
+from algorithms.calibration_models import (
+    VOCABULARY,
+    WIDTH,
+    Block,
+    Model,
+    MoEBlock,
+    Stopped,
+    TupleBlock,
+    Unchained,
+    batches,
+    stop_after,
+)
 from mxquant import GPTQ, MXFP4Config, MXTensor, NVFP4Config, quantize_
 from mxquant.algorithms import calibrate
 from mxquant.algorithms.block_offload import BlockOffload
@@ -278,24 +289,6 @@ def test_the_device_holds_one_block_and_one_batch(device: SecondDevice, sequenti
 # Stopping, and going on
 
 
-class Stopped(Exception):
-    pass
-
-
-def stop_at(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, count: int) -> list[None]:
-    """Raise where a function would run for the `count`th time; the calls before."""
-    work, calls = getattr(owner, name), list[None]()
-
-    def counted(*args: Any, **kwargs: Any) -> Any:
-        if len(calls) == count:
-            raise Stopped
-        calls.append(None)
-        return work(*args, **kwargs)
-
-    monkeypatch.setattr(owner, name, counted)
-    return calls
-
-
 @pytest.mark.parametrize("sequential", [True, False], ids=["sequential", "parallel"])
 @pytest.mark.parametrize("name", ["experts", "around the blocks", "no chain of blocks"])
 def test_resume_of_an_offloaded_calibration(
@@ -306,19 +299,19 @@ def test_resume_of_an_offloaded_calibration(
     original = case.make()
     expected = copy.deepcopy(original)
     with monkeypatch.context() as patch:
-        solved = stop_at(patch, calibrate, "gptq", -1)
+        solved = stop_after(patch, calibrate, "gptq", None)
         quantize_(expected, case.config(sequential), calibration=data)
     model = copy.deepcopy(original)
     before = places(model)
     with monkeypatch.context() as patch:
-        stop_at(patch, calibrate, "gptq", len(solved) - 1)
+        stop_after(patch, calibrate, "gptq", len(solved) - 1)
         with pytest.raises(Stopped):
             quantize_(model, case.config(sequential), calibration=data, device=DEVICE, resume=tmp_path)
     assert_in_place(model, before, partly=True)
     again = copy.deepcopy(original)
     before = places(again)
     with monkeypatch.context() as patch:
-        left = stop_at(patch, calibrate, "gptq", -1)
+        left = stop_after(patch, calibrate, "gptq", None)
         quantize_(again, case.config(sequential), calibration=data, device=DEVICE, resume=tmp_path)
     assert_same(again, expected)
     assert_in_place(again, before)

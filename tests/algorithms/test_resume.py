@@ -5,36 +5,17 @@ It is stopped wherever it solves a matrix.
 
 import copy
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from algorithms.calibration_models import Block, Model, MoEBlock, Unchained, batches
+from algorithms.calibration_models import Block, Model, MoEBlock, Stopped, Unchained, batches, stop_after
 from mxquant import GPTQ, MXFP4Config, MXTensor, NVFP4Config, flatten_state_dict, load_state, quantize_
 from mxquant.algorithms import calibrate, resume
 
 ROTATED = MXFP4Config(rotation=32, algorithm="gptq")
 MODELS = {"dense": Model, "experts": lambda: Model(MoEBlock), "one stage": Unchained}
-
-
-class Stopped(Exception):
-    pass
-
-
-def stop_after(monkeypatch: pytest.MonkeyPatch, module: Any, function: str, count: int | None) -> list[None]:
-    """Let a function of `module` work so many times (None: always), then raise; the calls that worked."""
-    work, calls = getattr(module, function), []
-
-    def counted(*args: Any, **kwargs: Any) -> Any:
-        if len(calls) == count:
-            raise Stopped
-        calls.append(None)
-        return work(*args, **kwargs)
-
-    monkeypatch.setattr(module, function, counted)
-    return calls
 
 
 def bytes_of(model: nn.Module) -> dict[str, Tensor]:

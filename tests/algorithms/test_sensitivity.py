@@ -10,7 +10,7 @@ from expecttest import assert_expected_inline
 from small_models import snapshot
 from torch import Tensor, nn
 
-from algorithms.calibration_models import Model, batches
+from algorithms.calibration_models import Model, batches, losses_within_budgets
 from mxquant import MXFP4Config, MXFP8Config, quantize, quantize_, summary
 from mxquant.algorithms import LayerSensitivity, Sensitivity, sensitivity
 
@@ -181,15 +181,7 @@ def test_the_proposal_is_a_mapping_for_quantize(budget: float) -> None:
 
 
 def test_more_bits_lose_less() -> None:
-    model, data = LanguageModel().eval(), batches(4)
-    found, losses = sensitivity(model, data), []
-    with torch.no_grad():
-        expected = [model(ids).logits.log_softmax(-1) for ids in data]
-        for budget in (4.25, 5, 6.25):
-            quantized = copy.deepcopy(model)
-            quantize_(quantized, found.propose(budget))
-            outputs = [quantized(ids).logits.log_softmax(-1) for ids in data]
-            losses.append(sum((p.exp() * (p - q)).sum().item() for p, q in zip(expected, outputs)))
+    losses = losses_within_budgets(LanguageModel().eval(), batches(4))
     assert losses[0] > losses[1] > losses[2]
 
 

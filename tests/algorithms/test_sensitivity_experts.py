@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from algorithms.calibration_models import Model, MoEBlock, batches
+from algorithms.calibration_models import Model, MoEBlock, batches, losses_within_budgets
 from mxquant import MXTensor, quantize, quantize_, register_experts_layout, summary
 from mxquant.algorithms import Sensitivity, sensitivity
 
@@ -232,15 +232,7 @@ def test_the_proposal_is_a_mapping_for_quantize(family: str, budget: float) -> N
 
 
 def test_more_bits_for_the_experts_lose_less() -> None:
-    model, data = tiny("mixtral"), ids(4)
-    found, losses = sensitivity(model, data), []
-    with torch.no_grad():
-        expected = [model(one).logits.log_softmax(-1) for one in data]
-        for budget in (4.25, 5, 6.25):
-            quantized = copy.deepcopy(model)
-            quantize_(quantized, found.propose(budget))
-            outputs = [quantized(one).logits.log_softmax(-1) for one in data]
-            losses.append(sum((p.exp() * (p - q)).sum().item() for p, q in zip(expected, outputs)))
+    losses = losses_within_budgets(tiny("mixtral"), ids(4))
     assert losses[0] > losses[1] > losses[2]
 
 

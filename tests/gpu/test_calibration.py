@@ -192,7 +192,7 @@ class Stopped(Exception):
 
 
 @pytest.mark.parametrize("sequential", [True, False], ids=["sequential", "parallel"])
-def test_it_goes_on_after_a_stop(
+def test_resume_on_a_gpu(
     sequential: bool, device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What was quantized is on the GPU, all else on the CPU as it was; the next call ends as one that ran through."""
