@@ -1,8 +1,7 @@
-"""GPTQ on another device than the model's: the codes of GPTQ where the model is, one block there at a time, and all
-else at home as it was.
+"""Block offload: GPTQ on another device gives the codes of GPTQ on the model's device, with one block moved at a time.
 
-The device is simulated (`second_device`): its values are the CPU's, so that codes are equal to the last bit, and an
-operation on tensors of both places is an error. `tests/gpu/test_calibration.py` has a real one.
+The device is simulated (`second_device`). It computes on the CPU, so codes are equal to the last bit, and an operation
+that mixes devices is an error. `tests/gpu/test_calibration.py` has a real one.
 """
 
 import copy
@@ -46,7 +45,7 @@ def config(**settings: Any) -> MXFP4Config:
 
 
 class BufferBlock(Block):
-    """One buffer that is only read, one that is worked on in place, one that is replaced, one that is made."""
+    """Buffers that the forward reads, changes in place, replaces and creates."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -91,9 +90,7 @@ class TurningBlock(Block):
 
 
 class Shared(Model):
-    """What blocks have in common with what is before and after them: a parameter, a module with a buffer; and a device
-    among their arguments.
-    """
+    """Blocks that share a parameter and a module with the layers around them, and that get a device as argument."""
 
     def __init__(self) -> None:
         super().__init__(TurningBlock, blocks=2)
@@ -119,7 +116,7 @@ class TiedBlocks(Model):
 class Case(NamedTuple):
     make: Callable[[], nn.Module]
     config: Callable[[bool], object]
-    """Given whether it is sequential."""
+    """Makes the config; its argument: whether it is sequential."""
 
 
 CASES = {
@@ -158,7 +155,7 @@ def tensors_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 def assert_same(model: nn.Module, expected: nn.Module) -> None:
-    """Wherever they are."""
+    """Equal values and classes; devices may differ."""
     found, wanted = tensors_of(model), tensors_of(expected)
     assert found.keys() == wanted.keys()
     for name, tensor in wanted.items():
@@ -172,7 +169,7 @@ def assert_same(model: nn.Module, expected: nn.Module) -> None:
 
 
 def assert_in_place(model: nn.Module, before: dict[str, tuple[Tensor, int]], *, partly: bool = False) -> None:
-    """Quantized weights and the biases beside them are on the device, all else is at home, in the memory it had."""
+    """Quantized weights and their biases are on the device, all else is in its original memory on the CPU."""
     for name, tensor in tensors_of(model).items():
         module = model.get_submodule(name.rpartition(".")[0])
         beside = [one for one in module.parameters(recurse=False) if isinstance(one, MXTensor)]
@@ -211,7 +208,7 @@ def test_offloaded_calibration_gives_the_codes_of_the_models_own_device(name: st
 
 @pytest.mark.parametrize("kind", ["llama", "tied", "mixtral"])
 def test_offloaded_calibration_of_transformers_models(kind: str) -> None:
-    """With a mask, positions and a cache, which are the blocks' arguments too; the cache stays as it is."""
+    """Blocks also get a mask, positions and a cache; the cache must not change."""
     transformers = pytest.importorskip("transformers")
     from small_transformers import IDS, MODELS
 
@@ -240,7 +237,7 @@ class Pair(NamedTuple):
 
 
 class Mask:
-    """As FlexAttention has it: no tensor, but something that can be sent."""
+    """A mask that is not a tensor but has a `to` method, as FlexAttention's."""
 
     def __init__(self, blocks: Tensor) -> None:
         self.blocks = blocks
@@ -266,7 +263,7 @@ def test_clone_call_moves_all_arguments() -> None:
 
 @pytest.mark.parametrize("sequential", [True, False], ids=["sequential", "parallel"])
 def test_the_device_holds_one_block_and_one_batch(device: SecondDevice, sequential: bool) -> None:
-    """Beside what it keeps of the blocks before: more blocks and more batches need no more."""
+    """The peak does not grow with blocks or batches, but for the weights that stay."""
 
     def peak(blocks: int, count: int, kind: type[Model] = Model) -> int:
         model = kind(blocks=blocks)
@@ -283,10 +280,10 @@ def test_the_device_holds_one_block_and_one_batch(device: SecondDevice, sequenti
     # Of the widest layer: its Hessian, one in another order, and four copies in fp64 for its factor; its weights
     # rotated and transposed; and some of what a block computes of one batch.
     assert few < 3 * block + 2 * hessian + 4 * 2 * hessian + 4 * batch
-    assert peak(4, 1, Unchained) > peak(1, 1, Unchained) + 2 * block  # there as a whole
+    assert peak(4, 1, Unchained) > peak(1, 1, Unchained) + 2 * block  # moved as a whole
 
 
-# Stopping, and going on
+# Stop and resume
 
 
 @pytest.mark.parametrize("sequential", [True, False], ids=["sequential", "parallel"])
@@ -294,7 +291,7 @@ def test_the_device_holds_one_block_and_one_batch(device: SecondDevice, sequenti
 def test_resume_of_an_offloaded_calibration(
     name: str, sequential: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What was quantized is on the device, all else at home as it was; the next call ends as one that ran through."""
+    """After a stop only quantized weights are on the device; the resumed call ends as one that was not stopped."""
     case, data = CASES[name], batches()
     original = case.make()
     expected = copy.deepcopy(original)
@@ -320,7 +317,7 @@ def test_resume_of_an_offloaded_calibration(
 
 @pytest.mark.parametrize("count", [0, 1, 2, 9, 30])
 def test_out_of_memory_leaves_the_model_unchanged(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wherever something is sent there: within a block, or with its inputs."""
+    """Whichever transfer fails: a block's or its inputs'."""
     model = Model(BufferBlock, 2)
     before = places(model)
     values = copy.deepcopy(model.state_dict())
@@ -357,7 +354,7 @@ def test_a_model_that_is_on_the_device_is_not_moved(monkeypatch: pytest.MonkeyPa
 
 
 def test_already_quantized_weights_stay_on_the_models_device() -> None:
-    """At home, though they are used on the device meanwhile."""
+    """They are used on the device only during a call."""
     model, data = Model(), batches()
     quantize_(model, {"*.gate": "mxfp4", "lm_head": "mxfp8"})
     gates = [block.gate.weight for block in model.blocks]

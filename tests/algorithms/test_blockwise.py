@@ -1,4 +1,4 @@
-"""Blocks are calibrated on what the model gives them, whatever they do to it: work in place, pass tensors along, cache.
+"""Blocks are calibrated on the inputs that they have in the model, also if they work in place, pass tensors or cache.
 
 Each such model is compared with one of the same weights that does the same without: their codes have to be equal.
 """
@@ -65,7 +65,7 @@ class Chain(nn.Module):
 
 
 class HalvedBetween(Chain):
-    """In place, so that the blocks are still given the very tensors that those before them gave."""
+    """The change is in place: the input of a block is still the output tensor of the block before."""
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
@@ -81,7 +81,7 @@ def vectors() -> list[Tensor]:
 @pytest.mark.parametrize("sequential", [True, False])
 @pytest.mark.parametrize("whole", [True, False])
 def test_blocks_may_work_in_place(whole: bool, sequential: bool) -> None:
-    """One block alone is no list of blocks: the model runs whole."""
+    """`whole`: a single block, which runs as a whole model."""
     plain, in_place = (block() if whole else Chain(block) for block in (Plain, InPlace))
     in_place.load_state_dict(plain.state_dict())
     data = vectors()
@@ -165,7 +165,7 @@ def test_caches_do_not_grow_from_run_to_run() -> None:
 
 
 def test_a_cache_in_a_batch_is_not_changed() -> None:
-    """Its codes are those of the same cache in a model that is not run block by block."""
+    """The codes are those of a model that is not run block by block."""
     transformers = pytest.importorskip("transformers")
     from small_transformers import IDS, MODELS
 
@@ -201,7 +201,7 @@ def test_use_cache_of_nested_configs_is_restored() -> None:
 
 
 def inputs_of(modules: list[nn.Module], run: nn.Module, data: list[Tensor]) -> list[Tensor]:
-    """What each of the layers multiplies, as a matrix."""
+    """The inputs of each layer, as a matrix."""
     seen: list[list[Tensor]] = [[] for _ in modules]
     handles = [
         module.register_forward_pre_hook(lambda _, args, index=index: seen[index].append(args[0]))
@@ -218,7 +218,7 @@ def inputs_of(modules: list[nn.Module], run: nn.Module, data: list[Tensor]) -> l
 @pytest.mark.parametrize("sequential", [True, False])
 @pytest.mark.parametrize("other", ["blocks.1.second", "blocks.2.first"])
 def test_tied_layers_are_calibrated_on_the_inputs_of_all(other: str, sequential: bool) -> None:
-    """Of one block, and of two; the codes of either's inputs alone are others."""
+    """Tied layers of one block and of two. The inputs of one layer alone give other codes."""
     model, data = Chain(Plain), vectors()
     layers = [model.blocks[1].first, model.get_submodule(other)]
     layers[1].weight = layers[0].weight

@@ -1,4 +1,4 @@
-"""Whole models by GPTQ: nearer to what they were than by rounding, each weight once, and nothing else changed.
+"""GPTQ of whole models: outputs closer to the original's than by rounding, each weight once, nothing else changed.
 
 That every layer is calibrated on its own inputs is seen by solving one of them apart, on inputs that hooks recorded.
 """
@@ -32,7 +32,7 @@ def error(model: nn.Module, original: nn.Module, data: list[Tensor]) -> float:
 
 
 def inputs_of(model: nn.Module, name: str, data: list[Tensor]) -> Tensor:
-    """What a layer multiplies, as a matrix."""
+    """A layer's inputs as a matrix."""
     seen: list[Tensor] = []
     handle = model.get_submodule(name).register_forward_pre_hook(lambda _, args: seen.append(args[0].flatten(0, -2)))
     with torch.no_grad():
@@ -64,7 +64,7 @@ def test_gptq_outputs_are_closer_than_rounded_ones(make: Any, sequential: bool) 
 @pytest.mark.parametrize("make", [Model, lambda: Model(TupleBlock), Unchained])
 @pytest.mark.parametrize("sequential", [True, False])
 def test_each_layer_is_calibrated_on_its_own_inputs(make: Any, sequential: bool) -> None:
-    """Sequentially on those of the quantized layers before it, else on those of the original model."""
+    """Sequential: inputs from quantized predecessors. Parallel: inputs of the original model."""
     original, data = make().eval(), batches()
     model = copy.deepcopy(original)
     config = MXFP4Config(rotation=32, algorithm=GPTQ(sequential=sequential))
@@ -100,7 +100,7 @@ class Projected(Model):
 
 
 def test_layers_before_the_blocks_are_quantized_before_them(tmp_path: Path) -> None:
-    """What is last sees the blocks as they are by then: the layer of both places, on its inputs at both."""
+    """The last layers see quantized blocks. The layer that runs before and after them is calibrated on both inputs."""
     original, data = Projected().eval(), batches()
     model, again = copy.deepcopy(original), copy.deepcopy(original)
     config = MXFP4Config(rotation=32, algorithm="gptq")
@@ -196,7 +196,7 @@ def test_a_model_without_blocks() -> None:
 
 
 def test_experts_see_the_tokens_that_are_routed_to_them(caplog: pytest.LogCaptureFixture) -> None:
-    """One expert's weights are solved apart; one that gets no tokens is rounded, and the log says so."""
+    """Each expert has its own Hessian. One that gets no tokens is rounded to nearest, with a warning."""
     original, data = Model(MoEBlock, 1).eval(), batches(6)
     model = copy.deepcopy(original)
     config = MXFP4Config(rotation=32, activation=None, algorithm=GPTQ(sequential=False, min_tokens=16))
@@ -332,7 +332,7 @@ def test_block_stages_capture_the_models_calls() -> None:
 
 
 def test_compiled_blocks_give_the_codes_of_eager_ones() -> None:
-    """Eager meanwhile: compiled ones call no hooks."""
+    """They run eagerly meanwhile, since compiled modules call no hooks."""
     model = Model()
     expected = copy.deepcopy(model)
     for block in model.blocks:

@@ -1,4 +1,4 @@
-"""The solver: against GPTQ written out column by column with explicit inverses, in float64."""
+"""gptq() against GPTQ written out column by column with explicit inverses in float64."""
 
 from typing import Any
 

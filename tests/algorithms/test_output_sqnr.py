@@ -1,4 +1,4 @@
-"""The SQNR of layers' outputs, in `summary`."""
+"""SQNR of layers' outputs, as `summary` reports it."""
 
 import copy
 import math

@@ -1,4 +1,4 @@
-"""A calibration that was stopped goes on after its last finished stage, to the bytes of one that was not.
+"""A resumed calibration starts after its last finished stage and gives the bytes of one that was not stopped.
 
 It is stopped wherever it solves a matrix.
 """
@@ -33,7 +33,7 @@ def assert_same(model: nn.Module, other: nn.Module) -> None:
 
 
 def mapping(sequential: bool) -> dict[str, object]:
-    """All that the saved form has to carry: a rotation, a per-tensor scale, activations, a layer rounded to nearest."""
+    """What saved stages must hold: a rotation, a per-tensor scale, activation formats; and a layer without GPTQ."""
     algorithm = GPTQ(sequential=sequential, min_tokens=16)
     return {
         "blocks": MXFP4Config(rotation=32, algorithm=algorithm),
@@ -126,7 +126,7 @@ def test_a_partial_file_is_no_stage(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_two_writers_of_one_stage_leave_it_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second writes all of it while the first is writing."""
+    """The second writes the whole stage while the first is writing."""
     model, fsync = Model(Block, 1), resume.os.fsync
     quantize_(model, {"pooler": "mxfp4"})
     weights = {"pooler.weight": model.pooler.weight}
@@ -159,7 +159,7 @@ def test_tilde_in_the_path_is_expanded(tmp_path: Path, monkeypatch: pytest.Monke
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
 def test_meta_and_sparse_tensors_change_the_fingerprint(tmp_path: Path) -> None:
-    """Parameters on the meta device, which nothing uses, by their shapes; sparse buffers by what they hold."""
+    """Meta tensors count by their shapes, sparse ones by their values."""
     data, eye = batches(), torch.eye(4)
 
     def make(spare: int, mask: Tensor, rows: Tensor) -> Model:

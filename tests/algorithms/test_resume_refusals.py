@@ -1,4 +1,4 @@
-"""A folder of finished stages is refused where it is damaged or was made of something else, and nothing changes."""
+"""A folder of saved stages is refused if it is damaged or of another model, config or calibration; nothing changes."""
 
 import copy
 import json
@@ -42,7 +42,7 @@ def quantized_and_back(model: Model) -> None:
 
 @pytest.fixture
 def saved(tmp_path: Path) -> tuple[Model, list[Tensor], Path]:
-    """A model as it was, the batches, and what is left after its first two stages."""
+    """An unquantized model, its batches, and a folder with its first two stages."""
     original, data = Model(), batches()
     quantize_(copy.deepcopy(original), ROTATED, calibration=data, resume=tmp_path)
     for number in (2, 3):

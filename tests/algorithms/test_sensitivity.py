@@ -1,4 +1,4 @@
-"""Estimates of what quantizing a layer costs, against its definition and against what it really costs; and budgets."""
+"""sensitivity: estimates against their definition and against the real loss; proposals within a budget."""
 
 import copy
 from types import SimpleNamespace
@@ -155,7 +155,7 @@ def test_propose_takes_the_most_loss_per_bit_first(budget: float | str, wide: st
 
 @pytest.mark.parametrize("budget", [8.25, 9])
 def test_propose_takes_the_better_of_equal_sizes(budget: float) -> None:
-    """Whatever their order, and whether they are the cheapest or not."""
+    """In any order of the configs, whether they are the smallest or not."""
     five = MXFP8Config(element="e5m2")
     for configs in ((five, EIGHT), (EIGHT, five), (FOUR, five, EIGHT), (FOUR, EIGHT, five)):
         for better, other in ((EIGHT, five), (five, EIGHT)):
@@ -186,7 +186,7 @@ def test_more_bits_lose_less() -> None:
 
 
 def test_prints_a_table() -> None:
-    """Configs of one format are told apart by what they change."""
+    """Configs of one format are labelled by their settings."""
     configs = (FOUR, MXFP4Config(activation=None, rotation=32), MXFP8Config(element="e5m2"))
     found = Sensitivity(configs, [LayerSensitivity("a", 1000, (1.0, 0.25, 0.125))])
     assert_expected_inline(

@@ -28,7 +28,7 @@ class Pairs(nn.Module):
         self.down = nn.Parameter(torch.randn(COUNT, WIDTH, INNER) / 4)
 
     def pair(self, x: dict[str, Tensor], w: dict[str, Tensor], weight: Tensor) -> tuple[Tensor, Tensor]:
-        """What goes into the second matmul, and what the expert adds for one token."""
+        """The input of the down projection, and the expert's output for one token."""
         gate, up = F.linear(x["up"] * (weight if self.router_weight == "input" else 1), w["up"]).chunk(2, -1)
         h = F.silu(gate) * up
         return h, F.linear(h, w["down"]) * (weight if self.router_weight == "output" else 1)
@@ -49,7 +49,7 @@ class WeighedInputs(Pairs):
 
 
 class Separate(Pairs):
-    """Two first weights, K in front of N, biases, and a norm behind."""
+    """Separate gate and up weights [E, K, N], biases, and a norm after the experts."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -240,7 +240,7 @@ def test_more_bits_for_the_experts_lose_less() -> None:
 
 
 class Unnamed(MoEBlock):
-    """Experts whose layout says which axis is K and no more."""
+    """Experts whose layout names only the K axes."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""GPTQ on a GPU: of a model that is there, and of one on the CPU whose blocks go there one at a time.
+"""GPTQ on a GPU: of a model on the GPU, and of one on the CPU whose blocks move to the GPU one at a time.
 
 A GPU's sums differ from a CPU's in their last bits, and a weight between two codes may then get the other one, which
 changes all that are rounded after it. So what is compared between the two is how far outputs are from the original's.
@@ -51,7 +51,7 @@ def places(model: nn.Module) -> dict[str, tuple[Tensor, int]]:
 
 
 def assert_in_place(model: nn.Module, before: dict[str, tuple[Tensor, int]], device: torch.device) -> None:
-    """Quantized weights and the biases beside them are on the GPU, all else is on the CPU, in the memory it had."""
+    """Quantized weights and their biases are on the GPU, all else is in its original memory on the CPU."""
     for name, now in model.named_parameters():
         owner = model.get_submodule(name.rpartition(".")[0])
         beside = any(isinstance(one, MXTensor) for one in owner.parameters(recurse=False))
@@ -98,7 +98,7 @@ def test_the_same_call_gives_the_same_codes(algorithm: GPTQ, device: torch.devic
 @pytest.mark.parametrize("sequential", [True, False], ids=["sequential", "parallel"])
 @pytest.mark.parametrize("name", MODELS)
 def test_a_model_on_the_cpu(name: str, sequential: bool, device: torch.device) -> None:
-    """Its blocks get the codes that they get in a model on the GPU: what is computed there is the same."""
+    """The codes are those of a model on the GPU."""
     original, data = MODELS[name]().eval(), batches(4)
     config = MXFP4Config(rotation=32, activation=None, algorithm=GPTQ(sequential=sequential, min_tokens=16))
     model, there = copy.deepcopy(original), copy.deepcopy(original).to(device)
@@ -195,7 +195,7 @@ class Stopped(Exception):
 def test_resume_on_a_gpu(
     sequential: bool, device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What was quantized is on the GPU, all else on the CPU as it was; the next call ends as one that ran through."""
+    """After a stop only quantized weights are on the GPU; the resumed call ends as one that was not stopped."""
     original, data = Model(), batches()
     config = MXFP4Config(rotation=32, algorithm=GPTQ(sequential=sequential))
     expected, model, again = (copy.deepcopy(original) for _ in range(3))
