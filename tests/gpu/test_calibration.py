@@ -7,11 +7,10 @@ changes all that are rounded after it. So what is compared between the two is ho
 import copy
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from algorithms.calibration_models import Model, MoEBlock, TupleBlock, Unchained, batches
+from algorithms.calibration_models import Model, MoEBlock, Stopped, TupleBlock, Unchained, batches, stop_after
 from native_cases import needs_gpu
 from torch import Tensor, nn
 
@@ -187,10 +186,6 @@ def test_the_gpu_holds_one_block_and_one_batch(sequential: bool, device: torch.d
     assert peak(whole, 1, device) > blocks * 8 * matrix
 
 
-class Stopped(Exception):
-    pass
-
-
 @pytest.mark.parametrize("sequential", [True, False], ids=["sequential", "parallel"])
 def test_resume_on_a_gpu(
     sequential: bool, device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -201,16 +196,8 @@ def test_resume_on_a_gpu(
     expected, model, again = (copy.deepcopy(original) for _ in range(3))
     quantize_(expected, config, calibration=data, device=device)
     before = places(model)
-    solve, solved = calibrate.gptq, list[None]()
-
-    def stopping(*args: Any, **kwargs: Any) -> Any:
-        if len(solved) == 4:
-            raise Stopped
-        solved.append(None)
-        return solve(*args, **kwargs)
-
     with monkeypatch.context() as patch:
-        patch.setattr(calibrate, "gptq", stopping)
+        stop_after(patch, calibrate, "gptq", 4)
         with pytest.raises(Stopped):
             quantize_(model, config, calibration=data, device=device, resume=tmp_path)
     assert sum(isinstance(one, MXTensor) for one in model.parameters()) >= 4
