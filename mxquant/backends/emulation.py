@@ -1,10 +1,14 @@
-"""Emulation: decode the weight a few rows at a time and multiply in high precision. Any device, any shape, any pair
-of formats.
+"""Emulation: decode the weight a few rows at a time and multiply in high precision, on any device, for any formats.
 
-Operands are exact. bf16 inputs are multiplied in bf16, where MX values are exact and products are summed in fp32;
-what needs a factor after the sum (NVFP4's per-tensor scale, FP8's row scale) and fp16 (whose range MX scales exceed)
-is multiplied in fp32; fp32 and fp64 in themselves. The whole weight is never held dequantized, and nothing is cached.
-Of a stack of experts, only those that have rows are decoded, one after the other and each a few rows at a time.
+Operands are exact:
+
+- bf16 inputs are multiplied in bf16, which holds MX values exactly; products are summed in fp32.
+- fp16 inputs are multiplied in fp32, since MX scales exceed fp16's range. So are operands that need a factor after the
+  sum (NVFP4's per-tensor scale, FP8's row scale).
+- fp32 and fp64 inputs are multiplied in their own dtype.
+
+The whole weight is never held dequantized, and nothing is cached. Of a stack of experts, only those that have rows are
+decoded, one after the other. Quantizing and decoding are the torch twins on every device: no kernel takes part.
 """
 
 from __future__ import annotations
@@ -21,7 +25,7 @@ from mxquant.formats.spec import Format, get_format
 from mxquant.reference.fake_quantize import fake_quantize
 from mxquant.reference.lookup import decoded_rows
 
-# Decoded bytes held at a time: two megabytes stay in a CPU's cache; a GPU wants few launches instead.
+# Decoded bytes held at a time: few on a CPU, to stay in its cache; many on a GPU, for few launches.
 _CPU_CHUNK = 1 << 21
 _DEVICE_CHUNK = 1 << 25
 
@@ -44,21 +48,21 @@ class Emulation(Backend):
     ) -> Tensor:
         static = weights.activation_scale
         if problem.activation is not None and static is not None and static.numel() > 1:
-            # Each expert quantizes the rows that it gets by a scale of its own.
+            # Each expert quantizes its rows with its own static scale.
             return super().grouped_matmul(x, weights, bias, groups, problem)
-        # Every row once, however many experts it goes to.
+        # Quantize each row once, however many experts it goes to.
         values, outer = _prepare(x, weights, problem)
         y = x.new_zeros(groups.count(x), problem.width, dtype=problem.dtype)
-        for expert, places in groups.on_host():
-            factor = None if outer is None else groups.pick(outer, places)
-            added = None if bias is None else bias[expert]
-            y[places] = _multiply(groups.pick(values, places), factor, weights.matrix(expert), added, problem)
+        for expert, rows in groups.on_host():
+            factor = None if outer is None else groups.pick(outer, rows)
+            bias_N = None if bias is None else bias[expert]
+            y[rows] = _multiply(groups.pick(values, rows), factor, weights.matrix(expert), bias_N, problem)
         return y
 
 
 def _prepare(x: Tensor, weight: Operand, problem: Problem) -> tuple[Tensor, Tensor | None]:
-    """The input as it is multiplied: quantized where the problem says so; and the factor [M, 1] left to multiply the
-    result with, or None.
+    """The input as it is multiplied, quantized where the problem says so; and the factor [M, 1] to multiply the product
+    with, or None.
     """
     dtype = _arithmetic_dtype(problem)
     if problem.activation is None:
@@ -95,7 +99,7 @@ def _arithmetic_dtype(problem: Problem) -> torch.dtype:
 def _multiply_forward(x: Tensor, weight: Operand, bias: Tensor | None, problem: Problem, fmt: Format) -> Tensor:
     """x [M, K] @ w[N, K].T, over chunks of the weight's rows.
 
-    Each chunk gives whole rows of the transposed product, in place: into columns it would have to be copied.
+    Each chunk writes whole rows of the transposed product in place; columns would need a copy.
     """
     n, k = problem.out_features, problem.in_features
     y_NM = torch.empty(n, x.shape[0], dtype=x.dtype, device=x.device)
@@ -109,7 +113,7 @@ def _multiply_forward(x: Tensor, weight: Operand, bias: Tensor | None, problem: 
 
 
 def _multiply_dgrad(x: Tensor, weight: Operand, bias: Tensor | None, problem: Problem, fmt: Format) -> Tensor:
-    """x [M, N] @ w[N, K], over chunks of the weight's blocks, so that no partial sums are added up."""
+    """x [M, N] @ w[N, K], over chunks of the weight's blocks, so that no partial sums are added."""
     assert fmt.block_size is not None
     n, end = problem.out_features, problem.block_offset + problem.in_features
     if n == 0:
@@ -129,7 +133,7 @@ def _multiply_dgrad(x: Tensor, weight: Operand, bias: Tensor | None, problem: Pr
 def _decoded(
     qdata: Tensor, scale: Tensor, fmt: Format, length: int, block_offset: int, dtype: torch.dtype, step: int
 ) -> Iterator[tuple[slice, Tensor]]:
-    """Chunks of decoded rows; fp64 by the reference, whose range is fp64's throughout."""
+    """Chunks of decoded rows. fp64 takes the reference, which computes in fp64 throughout."""
     if dtype != torch.float64:
         yield from decoded_rows(qdata, scale, fmt, length, block_offset=block_offset, dtype=dtype, step=step)
         return

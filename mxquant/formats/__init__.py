@@ -1,4 +1,4 @@
-"""What the bits mean: element formats, scales, packing and blocks, in pure torch on plain tensors."""
+"""The bits of every format: element formats, scales, packing and blocks. Pure torch on plain tensors."""
 
 from mxquant.formats.block import dequantize_blocks, quantize_blocks
 from mxquant.formats.convert import to_fp32

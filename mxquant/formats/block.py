@@ -1,7 +1,7 @@
-"""Quantize to packed codes and block scales, and back: the reference every kernel is compared with, bit by bit.
+"""Quantize to packed codes and block scales, and back: the reference that every kernel equals bit by bit.
 
-Plain tensors, the blocked axis last. Works in row chunks, so that its temporaries stay small beside the input and, on
-a CPU, in the cache.
+Plain tensors, the blocked axis last. The work goes in chunks of rows: temporaries stay small beside the input and, on a
+CPU, in the cache.
 """
 
 from __future__ import annotations
@@ -75,9 +75,7 @@ def quantize_blocks(
 
 
 def to_blocks(rows: Tensor, fmt: Format) -> Tensor:
-    """[rows, K] to [rows, blocks, block_size]; zeros fill the last block, which changes neither its maximum nor its
-    scale.
-    """
+    """[rows, K] to [rows, blocks, block_size]. Zeros fill the last block, and do not change its scale."""
     assert fmt.block_size is not None
     missing = -rows.shape[-1] % fmt.block_size
     return (F.pad(rows, (0, missing)) if missing else rows).unflatten(-1, (-1, fmt.block_size))
@@ -100,7 +98,7 @@ def _encode_nvfp4(
         scale = search_e4m3(blocks, fmt.element, per_tensor_scale)
     else:
         scale = e4m3_from_amax(blocks.abs().amax(-1), per_tensor_scale)
-    # The quotient by the rounded scale product, as ModelOpt: a reciprocal would move values at ties.
+    # NOTE: divided by the rounded product of both scales, as ModelOpt does. A reciprocal would move values at ties.
     divisor = (e4m3_to_float(scale) * per_tensor_scale).unsqueeze(-1)
     codes = encode(blocks / divisor, fmt.element, canonical_zero=canonical_zero)
     return codes.masked_fill_((scale == NAN_BYTE).unsqueeze(-1), 0), scale
@@ -116,13 +114,13 @@ def dequantize_blocks(
     per_tensor_scale: Tensor | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """Values of packed codes: code x block scale (x per-tensor scale), in fp32 (fp64 for an fp64 `dtype`), then cast
-    once.
+    """Values of packed codes: code x block scale (x per-tensor scale), in fp32 (fp64 for an fp64 `dtype`), rounded
+    once to `dtype`.
 
     Args:
         qdata: uint8 [..., fmt.packed_size(block_offset + length)].
         scale: uint8 [..., fmt.num_blocks(block_offset + length)].
-        block_offset: codes to leave out at the start of the first block.
+        block_offset: codes to skip at the start of the first block.
         per_tensor_scale: NVFP4 only, fp32 multiplier, broadcastable to [..., 1].
 
     Returns:

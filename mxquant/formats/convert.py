@@ -1,4 +1,4 @@
-"""Arithmetic that is the same everywhere: conversion to fp32, IEEE division, and how much is worked on at a time."""
+"""Arithmetic that gives the same bits on every device: conversion to fp32, IEEE division; and the size of chunks."""
 
 from __future__ import annotations
 
@@ -10,20 +10,19 @@ _CHUNKS = 16
 
 
 def chunk_elements(x: Tensor) -> int:
-    """Elements to work on at a time.
+    """Elements to work on at a time, a small share of `x`.
 
-    On a CPU, what each thread's cache holds with the temporaries; on a GPU, few launches. In both cases little beside
-    `x`, unless that is small itself.
+    On a CPU a chunk and its temporaries fit each thread's cache. On a GPU chunks are large, for few launches.
     """
     share = x.numel() // _CHUNKS
     if x.device.type == "cpu":
-        # A traced graph is cut by its compiler, not by the threads of today.
+        # NOTE: a graph must not depend on the number of threads when it was traced.
         share = 0 if torch.compiler.is_compiling() else min(share, _CACHED * torch.get_num_threads())
     return max(_CACHED, share)
 
 
 def to_fp32(x: Tensor) -> Tensor:
-    """`x` in fp32; exact for bf16 and fp16. fp64 is rounded to odd, so that rounding to a code later rounds only once.
+    """`x` in fp32; exact for bf16 and fp16. fp64 is rounded to odd, which a later rounding to a code does not show.
 
     Raises:
         ValueError: an fp64 tensor holds a finite value beyond fp32's range.

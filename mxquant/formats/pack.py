@@ -1,7 +1,7 @@
-"""Packing of codes into bytes: the one canonical layout, little-endian, low bits first.
+"""Packing of codes into bytes: one canonical layout, little-endian, low bits first.
 
-4 bits: element 2i in the low nibble of byte i. 6 bits: c0 | c1 << 6 | c2 << 12 | c3 << 18 in three bytes. 8 bits: as
-they are. AMD Quark, compressed-tensors, gpt-oss and ModelOpt write the same bytes.
+4 bits: element 2i in the low nibble of byte i. 6 bits: c0 | c1 << 6 | c2 << 12 | c3 << 18 in three bytes. 8 bits: one
+code a byte. AMD Quark, compressed-tensors, gpt-oss and ModelOpt write the same bytes.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 def pack_codes(codes: Tensor, bits: int) -> Tensor:
-    """Pack uint8 `codes` [..., n] of 4, 6 or 8 bits; a last group that is not full is filled with zeros.
+    """Pack uint8 `codes` [..., n] of 4, 6 or 8 bits; zeros complete the last group.
 
     Returns:
         uint8 [..., ceil(n / 2)], [..., 3 * ceil(n / 4)] or [..., n].

@@ -1,7 +1,7 @@
 """FP8 with one fp32 scale a row: the activation formats `fp8_e4m3` and `fp8_e5m2`.
 
-The scale is amax / max_value of the element format (per-token dynamic quantization of vLLM and compressed-tensors,
-computed in fp32 for every input dtype).
+The scale is amax / max_value of the element format, computed in fp32 for every input dtype: the per-token dynamic
+quantization of vLLM and compressed-tensors.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Scales: E8M0 bytes by integer arithmetic on fp32 bits, NVFP4's E4M3 scales, and their values.
 
-No log2, exp2 or half-precision arithmetic takes part, since those are where implementations disagree by one. Sources:
+Uses no log2, no exp2 and no half-precision arithmetic: there implementations disagree by one. Sources:
 OCP MX v1.0 section 5.4.1 (E8M0: byte b is 2^(b-127), 255 is NaN, there is no zero) and 6.3 (`floor`); `even`: AMD
 Quark, torchao EVEN; `ceil`: torchao CEIL; `rceil`: NVIDIA cuBLAS, torchao RCEIL; `even_fp4`: compressed-tensors'
 MXFP8, which uses FP4's rounding constant for every element format; NVFP4: NVIDIA ModelOpt.
@@ -25,7 +25,7 @@ _FP4_MANTISSA_BITS = ELEMENT_FORMATS["e2m1"].mantissa_bits
 _E4M3 = ELEMENT_FORMATS["e4m3"]
 _E4M3_MIN = 2.0**-9
 _E2M1_MAX = ELEMENT_FORMATS["e2m1"].max_value
-# The largest block scale where a block's maximum may become 4 instead of 6: times 6/4 it is still a value of E4M3.
+# The largest block scale in four_over_six: times 6/4, for a maximum of 4 instead of 6, it is still a value of E4M3.
 _FOUR_OVER_SIX_MAX = 256.0
 _FP32_MIN_NORMAL = 2.0**-126
 
@@ -59,8 +59,7 @@ def e8m0_from_amax(amax_bits: Tensor, element: ElementFormat, mode: str) -> Tens
     elif mode == "ceil":
         exponent = exponent + ((amax_bits & _MANTISSA_MASK) != 0)
     elif mode == "rceil":
-        # amax <= max_value * 2^e, compared on the mantissas: the smallest such e is one more where amax's mantissa is
-        # the larger.
+        # The smallest e with amax <= max_value * 2^e: one more where amax has the larger mantissa.
         max_mantissa = int((element.max_value / 2.0**element.max_exponent - 1) * (1 << 23))
         exponent = exponent + ((amax_bits & _MANTISSA_MASK) > max_mantissa)
     elif mode != "floor":
@@ -91,8 +90,7 @@ def nvfp4_per_tensor_scale(x: Tensor, mode: str | None = None) -> Tensor:
     """NVFP4's fp32 scale, a multiplier in decoding: amax / (448 * 6) of the finite elements, ModelOpt's
     `weight_scale_2`; in mode `four_over_six` amax / (256 * 6), as in its paper.
 
-    An all-zero tensor gets 1, so does an empty one. The scale is never below fp32's smallest normal number, so that
-    it can be divided by.
+    An all-zero tensor and an empty one get 1. The scale is at least fp32's smallest normal number, since it divides.
 
     Returns:
         fp32, 0-dim.
@@ -128,7 +126,7 @@ def e4m3_from_amax(amax: Tensor, per_tensor_scale: Tensor, largest: float = _E2M
     Args:
         amax: fp32 [..., blocks]; Inf or NaN gives byte 255.
         per_tensor_scale: fp32, broadcastable.
-        largest: what the maximum becomes.
+        largest: the value that the block's maximum becomes.
 
     Returns:
         uint8 [..., blocks].

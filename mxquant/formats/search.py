@@ -1,14 +1,13 @@
-"""Scales that are searched for: of two candidates, that which leaves a block the least squared error.
+"""Scales found by search: of the candidates, the one with the least squared error over the block.
 
-- `mse`, MX formats: the exponent of `even`, or one less, at which the largest elements saturate and the small ones are
-  resolved twice as finely. One more than `even`'s is tried for E4M3 alone, whose largest mantissa is the code of NaN;
-  elsewhere it has no value that `even`'s lacks, since after `even`'s rounding nothing carries into the next binade.
+- `mse`, MX formats: the exponent of `even`, or one less. One less saturates the largest elements and halves the step of
+  the others. One more is tried only for formats without a full top mantissa (E4M3, where that code is NaN); for others
+  it adds no value, since after `even`'s rounding nothing carries into the next binade.
 - `four_over_six`, NVFP4: the block's maximum becomes 6 or 4. At 4 the largest elements are a third nearer to each
   other. "Four Over Six" (arXiv 2512.02010).
 
-Errors are relative to the block's first candidate, and summed in fp32 as a tree whose order is fixed; each operation is
-IEEE. So equal values give equal scales in every dtype and on every device. Of equal errors that of `even`, and of 6,
-wins.
+Errors are relative to the first candidate's scale. They are summed in fp32, as a tree of fixed order, by IEEE
+operations: equal values give equal scales in every dtype and on every device. On equal errors `even` wins, and 6.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ def search_e8m0(blocks: Tensor, element: ElementFormat) -> Tensor:
     least, found = _squared_sum(round_to_element(scaled, element) - scaled), even
     for step in (-1,) if _has_full_mantissa(element) else (1, -1):
         error = _squared_sum(round_to_element(scaled * 2.0**-step, element) * 2.0**step - scaled)
-        # Where there is a NaN, no comparison holds.
+        # NOTE: with NaN no comparison holds, so byte 255 stays.
         better = (error < least) & (even + step >= 0)
         least, found = torch.where(better, error, least), torch.where(better, even + step, found)
     return found
@@ -61,7 +60,7 @@ def search_e4m3(blocks: Tensor, element: ElementFormat, per_tensor_scale: Tensor
 
 
 def _squared_sum(difference: Tensor) -> Tensor:
-    """Of the last axis, a power of two long: halves are added until one is left."""
+    """Over the last axis, whose length is a power of two, by adding halves."""
     total = difference * difference
     while total.shape[-1] > 1:
         first, second = total.chunk(2, -1)

@@ -1,7 +1,7 @@
 """The formats by name: element formats, block sizes, scale formats and the scale modes each accepts.
 
-Sources: OCP Microscaling Formats (MX) v1.0, sections 5.2 to 5.4; NVIDIA's NVFP4 (E2M1, blocks of 16, one E4M3 scale a
-block and one fp32 scale a tensor). Everything here is data: no tensor is touched.
+Data only. Sources: OCP Microscaling Formats (MX) v1.0, sections 5.2 to 5.4; NVIDIA's NVFP4 (E2M1, blocks of 16, one
+E4M3 scale a block and one fp32 scale a tensor).
 """
 
 from __future__ import annotations
@@ -73,9 +73,7 @@ class Format:
 
     @property
     def codes_per_group(self) -> int:
-        """Codes that are packed together into whole bytes: 2 in 1 byte (4 bits), 4 in 3 bytes (6 bits), 1 in 1 (8
-        bits).
-        """
+        """Codes that fill whole bytes: 2 in 1 byte (4 bits), 4 in 3 bytes (6 bits), 1 in 1 (8 bits)."""
         return {4: 2, 6: 4, 8: 1}[self.element.bits]
 
     @property
@@ -88,9 +86,7 @@ class Format:
         return self.element.bits + (8 / self.block_size if self.block_size else 0)
 
     def packed_size(self, length: int) -> int:
-        """Bytes that hold `length` codes: whole groups, so at most one byte (4 bits) or two (6 bits) more than
-        needed.
-        """
+        """Bytes that hold `length` codes, in whole groups."""
         return -(-length // self.codes_per_group) * self.bytes_per_group
 
     def num_blocks(self, length: int) -> int:

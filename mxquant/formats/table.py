@@ -1,4 +1,4 @@
-"""Tables of values that are made once for each device and kept."""
+"""Tables of values, made once for each device and kept."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ _K = TypeVar("_K")
 
 
 def kept_table(make: Callable[[_K, torch.dtype], Tensor]) -> Callable[[_K, torch.dtype, torch.device], Tensor]:
-    """Decorates a function that makes a table on the CPU: the same on a device, made at the first call and kept.
+    """Decorates a function that makes a table on the CPU. The first call for a device copies the table there and keeps
+    it.
 
-    It outlives the first call, so it is made in a thread of its own: there no tracing mode and no inference mode is
-    active, and no CUDA graph's pool gives the memory. It outlives the stream of that call, too: the copy has ended when
-    it returns (while a graph is captured, CUDA refuses it: run once before).
+    NOTE: the table outlives that call. A thread of its own makes it, where no tracing mode and no inference mode is
+    active, and no CUDA graph's pool gives the memory. The copy has ended when the call returns. CUDA refuses the copy
+    while a graph is captured: run once before.
     """
 
     @functools.cache

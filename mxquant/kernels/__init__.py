@@ -1,7 +1,7 @@
 """Triton kernels: plain tensors in, plain tensors out. Each equals a twin in `mxquant.reference` or `mxquant.formats`.
 
-`primitives` are device functions that kernels share, `runtime` launches kernels; the other folders hold one family of
-kernels each. Importing any of them imports triton, which is not everywhere: `has_triton` tells.
+`primitives` holds the device functions that kernels share, `runtime` launches kernels, and each other folder holds one
+family of kernels. Importing any of them imports triton, which is optional: ask `has_triton` first.
 
 Each kernel lists the formats, scale modes and dtypes it takes, and its `reject` gives the reason why it declines a
 call. What a kernel does not list it declines: a new format runs on its torch twins until a kernel lists it.

@@ -1,1 +1,1 @@
-"""The torch twin of each kernel: what it computes, bit by bit, on any device. Pure torch."""
+"""The torch twin of each kernel: the same bits on any device. Pure torch."""

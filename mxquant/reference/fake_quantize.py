@@ -1,7 +1,7 @@
-"""Quantize and dequantize activations without making codes: what an emulated matmul multiplies.
+"""Quantize and dequantize activations without making codes, for emulated matmuls.
 
-Twin: `mxquant.formats` quantize then dequantize, equal but for the sign of zero, which no matmul shows. It takes
-about a third of the twin's passes over the data.
+Equals quantizing and dequantizing by `mxquant.formats`, but for the sign of zero, which no matmul shows. It makes about
+a third of the passes over the data.
 """
 
 from __future__ import annotations
@@ -28,18 +28,17 @@ from mxquant.formats.spec import Format
 def fake_quantize(
     x: Tensor, fmt: Format, scale_mode: str | None, static_scale: Tensor | None, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor | None]:
-    """The values that `x` has in `fmt`, split into what is exact in `dtype` and what is left to multiply the result
-    with.
+    """The values of `x` rounded to `fmt`, as values that are exact in `dtype` and a factor for each row.
 
     Args:
         x: [M, K].
         scale_mode: for block formats.
-        static_scale: a given fp32 scale: NVFP4's per-tensor scale, or FP8's scale of every row.
-        dtype: of the values, bf16, fp32 or fp64.
+        static_scale: a given fp32 scale: NVFP4's per-tensor scale, or FP8's scale of every row. None: dynamic.
+        dtype: of the values: bf16, fp32 or fp64.
 
     Returns:
-        values, [M, K] in `dtype`; and the fp32 factor [M, 1] that completes them (NVFP4 and FP8 rows), or
-        None (MX).
+        values, [M, K] in `dtype`; the fp32 factor [M, 1] to multiply them, or their product, with (NVFP4 and FP8
+        rows), or None (MX).
     """
     outer = None if fmt.scale_format == "e8m0" else torch.empty(x.shape[0], 1, dtype=torch.float32, device=x.device)
     values = torch.empty(x.shape, dtype=dtype, device=x.device)

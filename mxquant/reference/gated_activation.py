@@ -1,6 +1,6 @@
-"""The gate functions that kernels know, as data: what stands between the two matmuls of an expert.
+"""The gated activations that kernels know, as data: between the two matmuls of an expert.
 
-Kernels: `gate_rows` alone, and `fold` on the way into the second matmul.
+Kernels: `mxquant.kernels.moe.gated_activation` alone, and the activation prologue of the second matmul.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class GatedActivation:
-    """silu(gate) * up; with `limit` and `alpha` the clamped gate of gpt-oss, (up + 1) * gate * sigmoid(alpha * gate).
+    """silu(gate) * up; with `limit` and `alpha` gpt-oss's clamped (up + 1) * gate * sigmoid(alpha * gate).
 
-    Called as any gate of a block, `(module, gate and up [S, 2F]) -> [S, F]`: gates then ups, or gate, up, gate, up
-    where `interleaved`. Each step is rounded to the input's dtype.
+    Called as any gate of a block: `(module, gates and ups [S, 2F]) -> [S, F]`. Gates come before ups, or alternate with
+    them if `interleaved`. Each step is rounded to the input's dtype.
     """
 
     interleaved: bool

@@ -1,6 +1,6 @@
-"""Rounding the columns of one block in turn, each with what rounding those before it has changed: GPTQ's inner loop.
+"""GPTQ's inner loop: round the columns of one block in turn, and spread each column's error over those still to come.
 
-Legend: K columns of the block, N rows of the weight; both tensors of a weight have a column of it in each row.
+Legend: K columns of the block, N rows of the weight. Tensors are transposed: each row holds a column of the weight.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from mxquant.formats.spec import ElementFormat
 
 
 def gptq_columns(w_KN: Tensor, unit_KN: Tensor, factor_KK: Tensor, element: ElementFormat) -> tuple[Tensor, Tensor]:
-    """The columns rounded in units of their scales, and their errors over the factor's diagonal.
+    """Columns rounded in units of their scales, and their errors divided by the factor's diagonal.
 
     Args:
         w_KN: fp32, contiguous; worked on in place.
         unit_KN: fp32, the value of code 1; may be expanded.
-        factor_KK: fp32, upper triangular: row i has what column i's error, over the diagonal, changes of each column.
+        factor_KK: fp32, upper triangular: row i has the weights by which column i's error changes each column.
 
     Returns:
         rounded, fp32 [K, N], values of the element format; errors, fp32 [K, N].

@@ -1,12 +1,12 @@
 """The block Hadamard rotation: every `size` neighbours along the last axis times the orthonormal Hadamard matrix.
 
-The matrix (Sylvester's, divided by the square root of its size) is symmetric, so it is its own inverse. A weight that
-is rotated before it is quantized multiplies activations that are rotated likewise: (x H)(W H)^T = x W^T. What is large
-in one place is spread over its block, which is where MXFP4 loses most. Blocks as large as the format's own, not larger:
-"Block Rotation is All You Need for MXFP4 Quantization" (arXiv 2511.04214); QuaRot (arXiv 2404.00456).
+The matrix is Sylvester's, divided by the square root of its size. It is symmetric, so it is its own inverse. A weight
+that is rotated before it is quantized multiplies activations that are rotated likewise: (x H)(W H)^T = x W^T. The
+rotation spreads an outlier over its block; outliers are where MXFP4 loses most. The blocks are the format's own: "Block
+Rotation is All You Need for MXFP4 Quantization" (arXiv 2511.04214); QuaRot (arXiv 2404.00456).
 
-A butterfly of sums and differences, then one product with a constant: every operation is IEEE and their order fixed, so
-every device gives the same values, and no setting for matmuls (TF32) changes them.
+Computed by stages of sums and differences (the fast Walsh-Hadamard transform), then one product with a constant. Every
+operation is IEEE and the order is fixed: every device gives the same values, and TF32 settings change nothing.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from torch import Tensor
 def hadamard(x: Tensor, size: int) -> Tensor:
     """`x` rotated in blocks of `size` along its last axis. `hadamard(hadamard(x))` is `x` up to rounding.
 
-    The order of additions is part of what is defined: stage by stage, elements 1, 2, 4, ... apart become their sum and
-    their difference, then comes the product with 1 / sqrt(size) as fp32 rounds it.
+    The order of additions is part of the definition: stage by stage, elements 1, 2, 4, ... apart become their sum and
+    their difference. The product with 1 / sqrt(size), rounded to fp32, comes last.
 
     Computed in fp32 (fp64 for fp64). Finite values beyond 2^128 / size may become infinite.
 

@@ -1,8 +1,7 @@
-"""Decode packed codes by table look-up: 16 bits of the packed bytes at a time give two to four values.
+"""Decode packed codes by table look-up: each 16 bits of packed bytes index an entry of two to four values.
 
-On a CPU this is what makes emulation usable: 16-bit words that are gathered as 8-byte entries decode E2M1 several
-times faster than shifting and masking, and than a table of single codes. Twin: `dequantize_blocks` of
-`mxquant.formats.block`, equal bit by bit.
+This makes emulation usable on a CPU: gathering 8-byte entries decodes E2M1 several times faster than shifting and
+masking, or than a table of single codes. Twin: `dequantize_blocks` of `mxquant.formats.block`, equal bit by bit.
 """
 
 from __future__ import annotations
@@ -19,10 +18,10 @@ from mxquant.formats.scale import e4m3_to_float, e8m0_to_float
 from mxquant.formats.spec import ElementFormat, Format
 from mxquant.formats.table import kept_table
 
-# Integer or complex types whose item is as wide as a table entry: one gather then moves all the values of a word.
+# Types as wide as a table entry: one gather moves all the values of a word.
 _ENTRY_DTYPES = {4: torch.int32, 8: torch.int64, 16: torch.complex128}
 
-# Elements decoded at a time on a CPU: what lies between the packed bytes and the values then stays in the L2 cache.
+# Elements decoded at a time on a CPU: the buffers between packed bytes and values stay in the L2 cache.
 _PIECE = 1 << 19
 
 
@@ -34,8 +33,8 @@ def _codes_per_word(element: ElementFormat) -> int:
 def _element_table(element: ElementFormat, dtype: torch.dtype) -> Tensor:
     """Entry w holds the values of the codes in the 16-bit word w, viewed as one item.
 
-    Of 6-bit codes a word holds two, and four bits of a neighbour: above them in a word that starts with a group of
-    three bytes, below them in a word that ends with one. The second half of the table is for the latter.
+    A word holds two 6-bit codes and four bits of a neighbour. Three bytes hold four codes: in the word of the first two
+    bytes the neighbour's bits are above, in the word of the last two below. The latter use the table's second half.
     """
     words = torch.arange(1 << 16)
     mask = (1 << element.bits) - 1
@@ -55,15 +54,15 @@ def _scale_table(scale_format: str, dtype: torch.dtype) -> Tensor:
 def decoded_rows(
     qdata: Tensor, scale: Tensor, fmt: Format, length: int, *, block_offset: int, dtype: torch.dtype, step: int
 ) -> Iterator[tuple[slice, Tensor]]:
-    """The values of `step` rows at a time, element x block scale; the per-tensor scale is left out.
+    """The values of `step` rows at a time: element x block scale, without the per-tensor scale.
 
-    All chunks share one buffer, so each is gone with the next. That matters as much as the table: fresh buffers of a
-    megabyte cost a page fault every 4 KiB.
+    NOTE: all chunks share one buffer, so the next chunk overwrites this one. That matters as much as the table: fresh
+    buffers of a megabyte cost a page fault every 4 KiB.
 
     Args:
         qdata, scale: uint8 [N, bytes] and [N, blocks], any strides.
         length: elements a row.
-        block_offset: codes to leave out at the start of each row's first block.
+        block_offset: codes to skip at the start of each row's first block.
         dtype: bf16 or fp32; the product is exact in either within its range.
 
     Yields:
@@ -92,12 +91,12 @@ def decoded_rows(
 
 
 class _Piece(NamedTuple):
-    """The buffers between packed bytes and values, for some rows, as the views that each step takes."""
+    """The buffers between packed bytes and values, for some rows."""
 
     targets: Tensor
-    """Where the indices of table entries are written: int32 [rows, words], or [rows, groups, 2] for 6-bit codes."""
+    """Where to write the indices of table entries: int32 [rows, words], or [rows, groups, 2] for 6-bit codes."""
     words: Tensor
-    """All indices, those that complete a partial last block included: int32 [n], zero where nothing is written."""
+    """All indices, int32 [n]; zeros where a partial last block has no bytes."""
     entries: Tensor
     """The entries found, [n]."""
     decoded: Tensor

@@ -117,6 +117,16 @@ def test_it_is_saved_and_loaded(tmp_path: Path) -> None:
         assert torch.equal(loaded(x), expected)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("rotation", [None, 32])
+def test_a_gpu_gives_its_bytes_without_a_kernel(rotation: int | None) -> None:
+    x = torch.randn(5, 96)
+    here, there = (quantize(t, "mxint6", rotation=rotation) for t in (x, x.cuda()))
+    assert torch.equal(there.qdata.cpu(), here.qdata)
+    assert torch.equal(there.scale.cpu(), here.scale)
+
+
 @pytest.mark.skipif(not has_triton(), reason="needs triton")
 def test_every_kernel_declines_it_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     from mxquant.kernels.quantize import dequantize, fake_quantize, gptq_columns, strided

@@ -1,1 +1,1 @@
-"""What stands around the matmuls of an expert block: routing, gated activation, combining."""
+"""The operations around the matmuls of an expert block: routing, gated activation, combining."""

@@ -1,10 +1,9 @@
-"""The gate functions between the two matmuls of an expert, in one pass instead of one a torch operator; and their
-arithmetic, for kernels that go on with what they give.
+"""The gated activation between the two matmuls of an expert: a kernel of one pass, and device functions for prologues.
 
-Twin: `GatedActivation` of `mxquant.reference.gated_activation`. Each step is rounded to the dtype of the
-input, as torch's operators do, so that both are equal but for the last bits of the exponential.
+Twin: `GatedActivation` of `mxquant.reference.gated_activation`. Each step is rounded to the dtype of the input, as
+torch's operators do: both are equal but for the last bits of the exponential.
 
-Shape suffixes: S places, F width inside an expert.
+Shape suffixes: S sorted token-expert pairs, F width inside an expert.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ _SIGMOID_PTX = tl.constexpr(
         rcp.approx.ftz.f32 $0, power;
     }"""
 )
-# Two at a time: alone, a conversion to bf16 is as slow as an exponential.
+# NOTE: two at a time, since a single conversion to bf16 is as slow as an exponential.
 _ROUNDED_PTX = tl.constexpr(
     """{
         .reg .b32 both;
@@ -58,10 +57,10 @@ def gated_activation(both_S2F: Tensor, gate: GatedActivation) -> Tensor:
     Returns:
         [S, F] in its dtype.
     """
-    places, width = both_S2F.shape[0], both_S2F.shape[1] // 2
-    out = torch.empty(places, width, dtype=both_S2F.dtype, device=both_S2F.device)
+    pairs, width = both_S2F.shape[0], both_S2F.shape[1] // 2
+    out = torch.empty(pairs, width, dtype=both_S2F.dtype, device=both_S2F.device)
     with torch.cuda.device_of(both_S2F):
-        mxquant_gated_activation[(places, cdiv(width, 1024))](both_S2F, out, width, GATE=gate, BLOCK=1024)
+        mxquant_gated_activation[(pairs, cdiv(width, 1024))](both_S2F, out, width, GATE=gate, BLOCK=1024)
     return out
 
 
@@ -70,16 +69,16 @@ def gated_activation(both_S2F: Tensor, gate: GatedActivation) -> Tensor:
 def mxquant_gated_activation(
     both: tl.tensor, out: tl.tensor, F: tl.tensor, GATE: tl.constexpr, BLOCK: tl.constexpr
 ) -> None:
-    place = tl.program_id(0).to(tl.int64)
+    pair = tl.program_id(0).to(tl.int64)
     start = tl.program_id(1) * BLOCK
-    gated = load_gated(both + place * 2 * F, start, F, GATE, BLOCK)
+    gated = load_gated(both + pair * 2 * F, start, F, GATE, BLOCK)
     column = start + tl.arange(0, BLOCK)
-    tl.store(out + place * F + column, gated, mask=column < F)
+    tl.store(out + pair * F + column, gated, mask=column < F)
 
 
 @triton.jit
 def load_gated(row: tl.tensor, start: tl.tensor, F: tl.tensor, GATE: tl.constexpr, BLOCK: tl.constexpr) -> tl.tensor:
-    """Columns [BLOCK], from `start` on, of the gated row of F whose gates and ups begin at `row`; beyond F, zeros."""
+    """Columns [BLOCK] from `start` on of a gated row of width F, whose gates and ups begin at `row`; zeros beyond F."""
     if GATE.interleaved:
         pair = 2 * start + tl.arange(0, 2 * BLOCK)
         both = tl.load(row + pair, mask=pair < 2 * F, other=0.0)
@@ -95,7 +94,7 @@ def load_gated(row: tl.tensor, start: tl.tensor, F: tl.tensor, GATE: tl.constexp
 def load_gated_pairs(row: tl.tensor, block: tl.tensor, F: tl.tensor, GATE: tl.constexpr) -> tl.tuple:
     """As `load_pairs`: blocks [BLOCKS] of 32 columns of gated rows, whose gates and ups begin at `row` [BLOCKS].
 
-    Eight gates and ups at a time, which is 16 bytes of each: what one thread loads at once.
+    Loads eight gates and eight ups at a time: vectors of 16 bytes.
     """
     eight = tl.arange(0, 8)[None, :]
     words: tl.tuple = ()
@@ -114,18 +113,18 @@ def load_gated_pairs(row: tl.tensor, block: tl.tensor, F: tl.tensor, GATE: tl.co
 
 @triton.jit
 def _eight_bits(eight: tl.tensor) -> tl.tensor:
-    """The fp32 bits of bf16 numbers [BLOCKS, 8], which come in words."""
+    """The fp32 bits of bf16 numbers [BLOCKS, 8]."""
     low, high = halves(joined_words(four_pairs(eight)))
     return tl.reshape(tl.join(low, high), (eight.shape[0], 8))
 
 
 @triton.jit
 def _gated(gates: tl.tensor, up: tl.tensor, dtype: tl.constexpr, GATE: tl.constexpr) -> tl.tensor:
-    """In fp32, the last product yet to be rounded to `dtype`."""
+    """The gated activation in fp32; the caller rounds the last product to `dtype`."""
     if GATE.limit is None:
         return _rounded(gates * _sigmoid(gates), dtype) * up
     else:
-        # NaN goes through, as in torch's clamp.
+        # NaN stays NaN, as in torch's clamp.
         gates = tl.minimum(gates, GATE.limit, propagate_nan=tl.PropagateNan.ALL)
         up = tl.minimum(up, GATE.limit, propagate_nan=tl.PropagateNan.ALL)
         up = tl.maximum(up, -GATE.limit, propagate_nan=tl.PropagateNan.ALL)

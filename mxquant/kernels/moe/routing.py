@@ -22,7 +22,7 @@ def route(ids_TK: Tensor, experts: int) -> Routing:
     """`ids_TK` int32 or int64, at least one."""
     ids = ids_TK.contiguous()
     offsets = torch.empty(experts, dtype=torch.int32, device=ids.device)
-    # Not one tensor for both: of an odd number of pairs the second would not be aligned.
+    # NOTE: not one tensor for both, since the second half would not be aligned for an odd number of pairs.
     order = torch.empty(ids.numel(), dtype=torch.int64, device=ids.device)
     sorted_index = torch.empty_like(order)
     block = max(16, min(1024, next_power_of_2(ids.numel())))

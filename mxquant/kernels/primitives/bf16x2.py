@@ -1,7 +1,7 @@
-"""Arithmetic with two bf16 numbers in each 32-bit word, and of four fp32 numbers into four FP8 bytes.
+"""Packed arithmetic: two bf16 numbers in each 32-bit word (bf16x2), and conversion of four fp32 numbers to FP8.
 
-In PTX each is one instruction, for compute capability 9.0 (the conversion to FP8: 8.9). For Triton's interpreter,
-which has no PTX, the same is written out, in few calls, as each of them costs it a millisecond.
+Each function is one or a few PTX instructions, for compute capability 9.0 (FP8: 8.9). Triton's interpreter has no PTX:
+for it the same is written out in few operations, since each costs it a millisecond.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ def pair(low: tl.tensor, high: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def byte_perm(first: tl.tensor, second: tl.tensor, SELECTOR: tl.constexpr) -> tl.tensor:
-    """A word of four of the bytes of two words: those of `first` are 0 to 3, from the lowest, those of `second` 4 to 7.
+    """Four bytes of two words (PTX prmt). The bytes of `first` are 0 to 3 from the lowest, those of `second` 4 to 7.
 
     Args:
-        SELECTOR: which, a nibble each, for the lowest byte in the lowest nibble.
+        SELECTOR: a nibble for each byte of the result, the lowest first.
     """
     if INTERPRETED:
         word = first & 0
@@ -68,21 +68,21 @@ def byte_perm(first: tl.tensor, second: tl.tensor, SELECTOR: tl.constexpr) -> tl
 
 @triton.jit
 def four_high_bytes(first: tl.tensor, second: tl.tensor) -> tl.tensor:
-    """The high byte of each half: those of the first word, then those of the second."""
+    """The high byte of each half, of the first word and then of the second."""
     return byte_perm(first, second, 0x7531)
 
 
 @triton.jit
 def halves(word: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
-    """The fp32 bits, int32, of the two bf16 numbers in a word; the low one first."""
+    """The fp32 bits, int32, of the two bf16 numbers in a word, the low one first."""
     return word << 16, word & TOP_HALF
 
 
 @triton.jit
 def fma_pairs(a: tl.tensor, b: tl.tensor, c: tl.tensor) -> tl.tensor:
-    """a * b + c in bf16, rounded once to nearest even; nothing is flushed. All int32 words.
+    """a * b + c in bf16, rounded once to nearest even; no subnormal is flushed. All int32 words.
 
-    The interpreter rounds to fp32 first. That shows only where a sum lies closer to a tie of bf16 than fp32 resolves.
+    NOTE: the interpreter rounds to fp32 first, which shows only for a sum nearer to a tie of bf16 than fp32 resolves.
     """
     if INTERPRETED:
         b, c = (a & 0) + b, (a & 0) + c  # a constant becomes a tensor
@@ -100,7 +100,7 @@ def fma_pairs(a: tl.tensor, b: tl.tensor, c: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def max_pairs(a: tl.tensor, b: tl.tensor) -> tl.tensor:
-    """The larger of each two halves of words, as unsigned integers: of bf16 numbers that are not negative, too."""
+    """The larger of each pair of halves, as unsigned integers, and so of non-negative bf16 numbers."""
     if INTERPRETED:
         high = tl.maximum((a >> 16) & 0xFFFF, (b >> 16) & 0xFFFF) << 16
         return tl.maximum(a & 0xFFFF, b & 0xFFFF) | high
@@ -112,7 +112,7 @@ def max_pairs(a: tl.tensor, b: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def min_pairs(a: tl.tensor, b: tl.tensor) -> tl.tensor:
-    """The smaller of each two halves of words, as `max_pairs`."""
+    """The smaller of each pair of halves, as `max_pairs`."""
     if INTERPRETED:
         high = tl.minimum((a >> 16) & 0xFFFF, (b >> 16) & 0xFFFF) << 16
         return tl.minimum(a & 0xFFFF, b & 0xFFFF) | high
@@ -124,14 +124,15 @@ def min_pairs(a: tl.tensor, b: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def top_pair(low: tl.tensor, high: tl.tensor) -> tl.tensor:
-    """A word of the high halves of two int32 tensors: of numbers given by their fp32 bits, cut off."""
+    """A word of the high halves of two int32 tensors: two fp32 numbers truncated to bf16."""
     return byte_perm(low, high, 0x7632)
 
 
 @triton.jit
 def odd_pair(low: tl.tensor, high: tl.tensor) -> tl.tensor:
-    """A word of two numbers, given by their fp32 bits, rounded to odd: cut off, with the last bit set where that lost
-    something. What is then rounded to six significant bits or fewer comes out as from fp32 itself; NaN stays NaN.
+    """A word of two numbers, given by their fp32 bits, rounded to odd: truncated, the last bit set if that lost bits.
+
+    Rounding that to six significant bits or fewer equals rounding the fp32 number. NaN stays NaN.
     """
     if INTERPRETED:
         lost = tl.where((low & 0xFFFF) != 0, 1, 0) | tl.where((high & 0xFFFF) != 0, 0x10000, 0)
@@ -160,10 +161,11 @@ def _bfloat16_bits(value: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def look_up(low: tl.tensor, high: tl.tensor, index: tl.tensor, signs: tl.tensor) -> tl.tensor:
-    """Four bytes of a table of eight (`low` holds the first four), each with the top bit of the same byte of `signs`.
+    """Four bytes of a table of eight, each with the top bit of the same byte of `signs`.
 
     Args:
-        index: which, in the lowest four nibbles, each below 8.
+        low, high: bytes 0 to 3 and 4 to 7 of the table.
+        index: in the lowest four nibbles, each below 8.
     """
     if INTERPRETED:
         word = signs & -0x7F7F7F80
@@ -182,7 +184,7 @@ def fp8_word(
     a: tl.tensor, b: tl.tensor, c: tl.tensor, d: tl.tensor, EXPONENT_BITS: tl.constexpr, MANTISSA_BITS: tl.constexpr
 ) -> tl.tensor:
     """A word of four fp32 numbers as E4M3 or E5M2 bytes, the first lowest: rounded to nearest even, saturated, signs
-    kept. What NaN gives is not defined.
+    kept. NaN gives an undefined byte.
     """
     if INTERPRETED:
         low = _fp8_byte(a, EXPONENT_BITS, MANTISSA_BITS) | _fp8_byte(b, EXPONENT_BITS, MANTISSA_BITS) << 8

@@ -1,6 +1,6 @@
-"""E2M1 codes of bf16 numbers, two at a time, in bf16 arithmetic: for GPUs that compute with pairs.
+"""E2M1 codes of bf16 numbers, two at a time, in packed bf16 arithmetic (compute capability 9.0).
 
-A product with a power of two is exact in bf16, and one fused multiply-add with a constant rounds once, as fp32 would.
+A product with a power of two is exact in bf16. One fused multiply-add with a constant then rounds once, as fp32 would.
 
 Twin: `encode` of `numerics`, equal bit by bit.
 """
@@ -19,7 +19,7 @@ ABOVE = tl.constexpr((127 + 7 - 1) << 7)
 
 @triton.jit
 def amax_of_pairs(words: tl.tuple) -> tl.tensor:
-    """As `_largest`, of bf16 numbers."""
+    """The fp32 bits of the largest magnitude among the bf16 numbers in `words`; of NaN, if there is one."""
     both = words[0] & 0x7FFF7FFF
     for i in tl.static_range(1, len(words)):
         both = max_pairs(both, words[i] & 0x7FFF7FFF)
@@ -35,7 +35,7 @@ def _twice(bits: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def encode_pairs(words: tl.tuple, factor: tl.tensor, SATURATE: tl.constexpr) -> tl.tuple:
-    """E2M1 codes of bf16 pairs times powers of two, one in each half, as `encode` gives them, and `ABOVE` above."""
+    """E2M1 codes, as of `encode`, of bf16 pairs times powers of two: a code in each half, `ABOVE` above it."""
     steep = _twice(factor.to(tl.int32, bitcast=True))
     middle = _twice((factor * 0.5).to(tl.int32, bitcast=True))
     flat = _twice((factor * 0.25).to(tl.int32, bitcast=True))
@@ -46,7 +46,7 @@ def encode_pairs(words: tl.tuple, factor: tl.tensor, SATURATE: tl.constexpr) -> 
 def _encode_pair(
     word: tl.tensor, steep: tl.tensor, middle: tl.tensor, flat: tl.tensor, SATURATE: tl.constexpr
 ) -> tl.tensor:
-    """The least of three straight lines, as `_encode_three_binades` of `numerics`, whose last bit is bf16's."""
+    """The least of three straight lines, as in `_encode_three_binades` of `numerics`, rounded by bf16's last bit."""
     BOTH: tl.constexpr = 0x10001
     magnitude = word & 0x7FFF7FFF
     code = fma_pairs(magnitude, flat, (ABOVE + 4) * BOTH)

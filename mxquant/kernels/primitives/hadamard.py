@@ -1,7 +1,7 @@
 """The block Hadamard rotation in registers, for kernels that hold one block in each thread.
 
-A block is a tuple of as many tensors as it has elements, so that a stage of the butterfly is nothing but sums and
-differences. Twin: `mxquant.reference.hadamard`, equal bit by bit.
+A block is a tuple of one tensor for each element, so a stage is sums and differences without shuffles. Twin:
+`mxquant.reference.hadamard`, equal bit by bit.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ import triton.language as tl
 
 @triton.jit
 def hadamard_block(values: tl.tuple) -> tl.tuple:
-    """The orthonormal Hadamard matrix times blocks: a tuple of 16 or 32 fp32 tensors to another."""
+    """The orthonormal Hadamard matrix times blocks of 16 or 32 elements, fp32."""
     return hadamard_block_and_amax(values)[0]
 
 
 @triton.jit
 def hadamard_block_and_amax(values: tl.tuple) -> tuple[tl.tuple, tl.tensor]:
-    """As `hadamard_block`, and the fp32 bits of the largest magnitude; of NaN or Inf, if there is either.
+    """`hadamard_block`, and the fp32 bits of the largest magnitude; of NaN or Inf, if there is either.
 
-    The larger of |a + b| and |a - b| is |a| + |b|, rounded alike, and a rounded product with a constant keeps order: so
-    a sum finds the largest of two, where as many comparisons would keep the units busy that do integers.
+    The larger of |a + b| and |a - b| is |a| + |b|, rounded alike, and a rounded product with a constant keeps order. So
+    one addition finds the larger of two, and leaves the busy integer units alone.
     """
     SIZE: tl.constexpr = len(values)
     tl.static_assert(SIZE == 16 or SIZE == 32)

@@ -1,8 +1,8 @@
-"""The numerics of `mxquant.formats` as functions for Triton kernels: bits, block scales, codes and values.
+"""The numerics of `mxquant.formats` as device functions: bits, block scales, codes and values.
 
-An element format is three compile-time numbers: its exponent bits, its mantissa bits and the code of its largest
-value. No division but the IEEE one, no exp2 and no log2 takes part. Products with powers of two may have subnormal
-operands and results; Triton flushes those on no device.
+A minifloat is three compile-time numbers: its exponent bits, its mantissa bits and the code of its largest value.
+Divisions are IEEE; no exp2 and no log2 is used. Products with powers of two may have subnormal operands and results;
+Triton flushes those on no device.
 
 Twins: `mxquant.formats.element` and `mxquant.formats.scale`, equal bit by bit.
 """
@@ -17,7 +17,7 @@ import triton.language as tl
 
 from mxquant.formats.spec import ElementFormat, Format
 
-# Triton's interpreter rounds to bf16 without carries and without subnormals.
+# NOTE: Triton's interpreter rounds to bf16 without carries and without subnormals.
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 
 DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
@@ -25,7 +25,7 @@ DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32:
 
 
 def element_constants(element: ElementFormat) -> dict[str, int]:
-    """The compile-time numbers of an element format, by the names that kernels give them."""
+    """The compile-time arguments of a minifloat."""
     return {
         "EXPONENT_BITS": element.exponent_bits,
         "MANTISSA_BITS": element.mantissa_bits,
@@ -34,15 +34,15 @@ def element_constants(element: ElementFormat) -> dict[str, int]:
 
 
 def saturates(fmt: Format, scale_mode: str | None) -> bool:
-    """Whether a scaled element can be rounded to more than the largest value.
+    """Whether a scaled element can round to more than the largest value.
 
-    In `ceil`, `rceil` and `even_fp4` the block's maximum is scaled to the largest value at most; in `even` to less
-    than where rounding leaves the format, if the format has every code that its bits allow.
+    `ceil`, `rceil` and `even_fp4` scale the block's maximum to the largest value at most. `even` scales it below the
+    point where rounding leaves the format, if every bit pattern is a finite code.
     """
     if scale_mode in ("ceil", "rceil", "even_fp4"):
         return False
     has_every_code = fmt.element.max_code == fmt.element.sign_code - 1
-    return fmt.per_tensor or scale_mode != "even" or not has_every_code
+    return fmt.scale_format == "e4m3" or scale_mode != "even" or not has_every_code
 
 
 @triton.jit
@@ -120,11 +120,14 @@ def encode(
     SATURATE: tl.constexpr,
     WIDE: tl.constexpr,
 ) -> tl.tensor:
-    """Codes of fp32 magnitudes times a power of two, rounded to nearest even: the low bits of an int32, of which the
-    code's sign bit and those above mean nothing; with two exponent bits, all in the lowest byte are 0. What NaN gives
-    is not defined.
+    """Codes of fp32 magnitudes times a power of two, rounded to nearest even, in the low bits of an int32.
 
-    SATURATE: some may be rounded to more than the largest value. WIDE: some have more than 12 significant bits.
+    The code's sign bit and the bits above are undefined; with two exponent bits, those in the lowest byte are 0. NaN
+    gives an undefined code.
+
+    Args:
+        SATURATE: some magnitudes may round to more than the largest value.
+        WIDE: some have more than 12 significant bits.
     """
     if EXPONENT_BITS == 2:
         code = _encode_three_binades(magnitude, factor, MANTISSA_BITS, MAX_CODE, SATURATE)
@@ -143,10 +146,10 @@ def _encode_three_binades(
     MAX_CODE: tl.constexpr,
     SATURATE: tl.constexpr,
 ) -> tl.tensor:
-    """As a function of the value, the code is three straight lines, each half as steep as the one before, so it is
-    the least of the three. Added to a power of two whose last bit is the smallest step, each is rounded to nearest
-    even, once: products with powers of two are exact, fused or not. All are positive, and so are compared as integers,
-    three at a time.
+    """The code as the least of three straight lines, each half as steep as the one before.
+
+    Adding a power of two whose last bit is the smallest step rounds each line once to nearest even: products with
+    powers of two are exact, fused or not. All are positive, so they compare as integers, three at a time.
     """
     ANCHOR: tl.constexpr = 2.0 ** (23 - MANTISSA_BITS)
     steep = (magnitude * factor + ANCHOR).to(tl.int32, bitcast=True)
@@ -162,14 +165,14 @@ def _encode_three_binades(
 def _encode_by_underflow(
     magnitude: tl.tensor, EXPONENT_BITS: tl.constexpr, MANTISSA_BITS: tl.constexpr, WIDE: tl.constexpr
 ) -> tl.tensor:
-    """Scaled so that the format's subnormals are fp32's, a value has the code's bits on top, and the rest to round.
+    """Scaled so that the format's subnormals become fp32's, a value has the code in its top bits; the rest is rounded.
 
     fp32 keeps 23 bits below its smallest normal number, so 12 significant bits stay exact where they matter.
     """
     BIAS: tl.constexpr = (1 << (EXPONENT_BITS - 1)) - 1
     DROPPED: tl.constexpr = 23 - MANTISSA_BITS
     if WIDE:
-        # Round to odd at 12 bits: then the next rounding is as good as the only one.
+        # Round to odd at 12 bits, which the next rounding does not show.
         bits = magnitude.to(tl.int32, bitcast=True)
         magnitude = ((bits | ((bits & 0xFFF) + 0xFFF)) & ~0xFFF).to(tl.float32, bitcast=True)
     bits = (magnitude * 2.0 ** (BIAS - 127)).to(tl.int32, bitcast=True)
@@ -180,7 +183,7 @@ def _encode_by_underflow(
 def decode(
     code: tl.tensor, EXPONENT_BITS: tl.constexpr, MANTISSA_BITS: tl.constexpr, MAX_CODE: tl.constexpr
 ) -> tl.tensor:
-    """fp32 values of int32 codes; bits above a code's own are ignored."""
+    """fp32 values of int32 codes; bits above the code are ignored."""
     SIGN: tl.constexpr = EXPONENT_BITS + MANTISSA_BITS
     BIAS: tl.constexpr = (1 << (EXPONENT_BITS - 1)) - 1
     magnitude = code & ((1 << SIGN) - 1)
@@ -213,7 +216,7 @@ def e4m3_to_float(byte: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def divide_blocks(magnitude: tl.tensor, divisor: tl.tensor, per_tensor_scale: tl.tensor) -> tl.tensor:
-    """IEEE quotients of fp32 magnitudes [rows, blocks, n] and NVFP4's divisors [rows, blocks], as far as E2M1 shows."""
+    """Quotients of fp32 magnitudes [rows, blocks, n] by NVFP4's divisors [rows, blocks], IEEE as far as E2M1 shows."""
     if _needs_division(per_tensor_scale):
         quotient = tl.div_rn(magnitude, divisor[:, :, None])
     else:
@@ -235,8 +238,8 @@ def divide_block(magnitudes: tl.tuple, divisor: tl.tensor, per_tensor_scale: tl.
 
 @triton.jit
 def _needs_division(per_tensor_scale: tl.tensor) -> tl.tensor:
-    """Whether quotients have to be divisions: where extreme scales would leave fp32's range below, and in the
-    interpreter, not every version of which rounds an fma once.
+    """Whether quotients must be true divisions: under extreme scales, where `_corrected_quotient` would underflow, and
+    in the interpreter, some versions of which round an fma twice.
     """
     distance = tl.abs((per_tensor_scale.to(tl.int32, bitcast=True) >> 23) - 127)
     return INTERPRETED or tl.max(distance) > 90
@@ -244,11 +247,11 @@ def _needs_division(per_tensor_scale: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def _corrected_quotient(x: tl.tensor, divisor: tl.tensor, reciprocal: tl.tensor) -> tl.tensor:
-    """The product with the rounded reciprocal, corrected once: a division costs ten times what else is done with an
-    element, so there is one a block. The quotient as IEEE rounds it, or NaN where that overflows.
+    """The product with the rounded reciprocal, corrected once: the quotient as IEEE rounds it; NaN where it overflows.
 
-    That is so for every mantissa of a divisor next to every tie of E2M1 (all 2^25 were tried, with six numbers on both
-    sides); elsewhere a last bit does not show. What is left of a dividend that does not become 0 is not subnormal here.
+    A division costs ten times all other work on an element, so there is one a block. Verified next to every tie of E2M1
+    for every mantissa of the divisor (2^25 cases, six numbers on both sides); elsewhere a last bit does not show. The
+    remainder of a dividend that does not become 0 is not subnormal here.
     """
     quotient = x * reciprocal
     return tl.fma(tl.fma(quotient, -divisor, x), reciprocal, quotient)

@@ -1,7 +1,7 @@
-"""The codes of a block that one thread holds, packed into words: tuples of int32 tensors [BLOCKS].
+"""Packing of the codes of a block that one thread holds: tuples of int32 words [BLOCKS].
 
-Of two codes in each word for four bits, and of four for six bits, as they come from arithmetic with pairs and from
-the conversion to FP8. Where the order is free, it is the one that takes the fewest instructions.
+Four-bit codes come two a word, from bf16x2 arithmetic; six-bit codes four a word, from the conversion to FP8. Where the
+order of the input is free, it is the one that takes the fewest instructions.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ _NIBBLE_TOPS = tl.constexpr(-0x77777778)
 
 @triton.jit
 def bit_select(where_set: tl.tensor, where_clear: tl.tensor, MASK: tl.constexpr) -> tl.tensor:
-    """Bits by a mask: one instruction."""
+    """Bits chosen by a mask, in one instruction (lop3)."""
     return (where_set & MASK) | (where_clear & ~MASK)
 
 
 @triton.jit
 def four_nibbles(first: tl.tensor, second: tl.tensor) -> tl.tensor:
-    """Four codes of two words in the low half."""
+    """The four codes of two words, packed in the low half."""
     transposed = bit_select(first, second << 8, 0x00FF00FF)  # codes 0, 2, 1, 3, one a byte
     return bit_select(transposed, transposed >> 12, 0x0F0F)
 
@@ -33,8 +33,8 @@ def pack_nibbles(codes: tl.tuple, signs: tl.tuple) -> tl.tuple:
     """Codes of four bits, eight a word.
 
     Args:
-        codes: words with the codes of two neighbours, one in each half, without its sign; what stands above is cut off.
-        signs: words with its sign as the top bit of each half.
+        codes: words with the codes of two neighbours, one in each half, without signs; bits above a code are cut off.
+        signs: words with the code's sign as the top bit of each half.
     """
     signed: tl.tuple = ()
     for i in tl.static_range(len(codes)):
@@ -47,7 +47,7 @@ def pack_nibbles(codes: tl.tuple, signs: tl.tuple) -> tl.tuple:
 
 @triton.jit
 def four_apart(values: tl.tuple) -> tuple[tl.tuple, tl.tuple]:
-    """The first and the second of each pair that `pack_nibbles_apart` wants: 0 and 4, 1 and 5, 2 and 6, 3 and 7, ..."""
+    """The pairs that `pack_nibbles_apart` takes, as firsts and seconds: 0 and 4, 1 and 5, 2 and 6, 3 and 7, ..."""
     first: tl.tuple = ()
     second: tl.tuple = ()
     for i in tl.static_range(0, len(values), 8):
@@ -58,13 +58,13 @@ def four_apart(values: tl.tuple) -> tuple[tl.tuple, tl.tuple]:
 
 @triton.jit
 def pack_nibbles_apart(codes: tl.tuple, signs: tl.tuple, ABOVE: tl.constexpr) -> tl.tuple:
-    """As `pack_nibbles`, of codes that stand four apart: a half holds four neighbours then, in the order of their
-    words, and a shift is all that each needs.
+    """`pack_nibbles` of codes that stand four apart. Each needs only a shift: a half then holds four neighbours, in the
+    order of their words.
 
     Args:
-        ABOVE: what each half of `codes` is but for its code, which has three bits.
+        ABOVE: the other bits of each half of `codes`; a code has three.
     """
-    # What the halves' other bits come to: they are added without carries.
+    # The exclusive or of the halves' other bits, which cancels them.
     OTHERS: tl.constexpr = (ABOVE * 0x10001) ^ (ABOVE * 0x100010) ^ (ABOVE * 0x1000100) ^ (ABOVE * 0x10001000)
     WORD: tl.constexpr = (OTHERS + (1 << 31)) % (1 << 32) - (1 << 31)
     words: tl.tuple = ()
@@ -79,7 +79,7 @@ def pack_nibbles_apart(codes: tl.tuple, signs: tl.tuple, ABOVE: tl.constexpr) ->
 
 @triton.jit
 def in_order_of_sixes(values: tl.tuple) -> tl.tuple:
-    """32 values, so that each four are of one word that `pack_sixes` wants: sixteen, as a matrix, transposed."""
+    """32 values in the order that `pack_sixes` takes: each sixteen, as a 4 x 4 matrix, transposed."""
     ordered: tl.tuple = ()
     for i in tl.static_range(32):
         ordered = ordered + (values[i // 16 * 16 + i % 4 * 4 + i // 4 % 4],)
@@ -91,8 +91,8 @@ def pack_sixes(words: tl.tuple) -> tl.tuple:
     """32 codes of six bits: three int64.
 
     Args:
-        words: eight, each with a code in the low bits of each byte, its sign on top; the bits between are 0. Those of
-            elements 0, 4, 8 and 12, of 1, 5, 9 and 13, and so on; then likewise of elements 16 to 31.
+        words: eight, with a code in the low bits of each byte, its sign in the top bit, zeros between. The first holds
+            elements 0, 4, 8 and 12, the next 1, 5, 9 and 13, and so on; the last four hold elements 16 to 31 likewise.
     """
     packed: tl.tuple = ()
     for i in tl.static_range(0, 8, 4):

@@ -1,8 +1,8 @@
-"""Programmatic dependent launch (PDL): a kernel starts before the one whose results it reads has ended.
+"""Programmatic dependent launch (PDL): a kernel starts before the kernel whose results it reads has ended.
 
-A kernel launched with `launch_pdl=True` may start as soon as every program of the one before has called
-`gdc_launch_dependents` or ended. It must call `gdc_wait` before it reads or writes what that one does. Triton's
-interpreter, for tests without a GPU, runs one kernel after the other.
+A kernel launched with `launch_pdl=True` may start once every program of the kernel before has called
+`gdc_launch_dependents` or ended. It must call `gdc_wait` before it touches memory that the kernel before reads or
+writes. Triton's interpreter runs one kernel after the other.
 """
 
 from __future__ import annotations

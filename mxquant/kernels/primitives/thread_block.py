@@ -1,6 +1,6 @@
-"""A block of elements in each thread of a kernel: as a tuple of tensors [BLOCKS], one for each element or each word.
+"""A block of elements in each thread: a tuple of tensors [BLOCKS], one for each element or each word.
 
-What is done with a block then needs no other thread. Loads and stores are of whole words.
+Work on a block then needs no other thread. Loads and stores are of whole words.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from mxquant.kernels.primitives.bf16x2 import halves, nearest_pair, odd_pair, pa
 
 @triton.jit
 def load_block(words_ptr: tl.tensor, block: tl.tensor, WORDS: tl.constexpr) -> tl.tuple:
-    """The words of each block, by vectors of four."""
+    """The words of each block, loaded as vectors of four."""
     words: tl.tuple = ()
     for i in tl.static_range(0, WORDS, 4):
         words = words + four_words(tl.load(words_ptr + block[:, None] * WORDS + (i + tl.arange(0, 4)[None, :])))
@@ -22,8 +22,9 @@ def load_block(words_ptr: tl.tensor, block: tl.tensor, WORDS: tl.constexpr) -> t
 
 @triton.jit
 def load_pairs(x: tl.tensor) -> tl.tuple:
-    """The 16 words of blocks of 32 halves that begin at `x` [BLOCKS], at any address: the compiler loads as much at a
-    time as it knows to be aligned.
+    """The 16 words of blocks of 32 half-precision numbers at the pointers `x` [BLOCKS], of any alignment.
+
+    The compiler vectorizes the loads as far as it knows the alignment.
     """
     words: tl.tuple = ()
     for i in tl.static_range(0, 32, 8):
@@ -33,7 +34,7 @@ def load_pairs(x: tl.tensor) -> tl.tuple:
 
 @triton.jit
 def four_pairs(eight: tl.tensor) -> tl.tuple:
-    """The four words of eight halves [BLOCKS, 8]."""
+    """The four words of eight half-precision numbers [BLOCKS, 8]."""
     bits = eight.to(tl.int16, bitcast=True)
     low, high = tl.split(tl.reshape(bits, [bits.shape[0], 2, 2, 2]))
     low_even, low_odd = tl.split(low)
@@ -88,7 +89,7 @@ def odd_pairs(low: tl.tuple, high: tl.tuple) -> tl.tuple:
 
 @triton.jit
 def top_pairs(low: tl.tuple, high: tl.tuple) -> tl.tuple:
-    """Pairs of fp32 values as bf16, cut off: their signs."""
+    """Pairs of fp32 values truncated to bf16, for their signs."""
     words: tl.tuple = ()
     for i in tl.static_range(len(low)):
         words = words + (top_pair(low[i].to(tl.int32, bitcast=True), high[i].to(tl.int32, bitcast=True)),)
@@ -102,7 +103,7 @@ def _float_of_half(bits: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def store_block(qdata_ptr: tl.tensor, words: tl.tuple, block: tl.tensor, inside: tl.tensor) -> None:
-    """Store the words of each block; three as the first of four, so that neighbouring threads store neighbours."""
+    """Store the words of each block. Three words are stored as the first of four, so that stores coalesce."""
     WORDS: tl.constexpr = len(words)
     if WORDS == 3:
         words = [words[0], words[1], words[2], words[2]]

@@ -1,10 +1,11 @@
-"""Quantize whole blocks that lie one after the other in memory, one in each thread: the quantizer's fast way.
+"""Quantize contiguous whole blocks, one block in each thread: the quantizer's fast path.
 
-A thread loads its block as 32-bit words and keeps it, so the block's maximum, its rotation and the packing of its codes
-need no other thread. MXFP4 is made of two bf16 numbers at a time, in bf16 itself: a product with a power of two is
-exact, and one fused multiply-add with a constant rounds once, as fp32 would; what is fp16, fp32 or rotated is rounded
-to odd first. Six and eight bits are what the GPU's conversion to FP8 gives. NVFP4 divides, in fp32; so is all
-arithmetic where instructions are missing.
+A thread loads its block as 32-bit words and keeps it in registers: amax, rotation and packing need no other thread.
+
+- MXFP4 uses bf16x2 arithmetic. A product with a power of two is exact, and one fused multiply-add with a constant
+  rounds once, as fp32 would. fp16, fp32 and rotated values are rounded to odd first.
+- Formats of six and eight bits use the GPU's conversion to FP8.
+- NVFP4 divides in fp32. GPUs without these instructions compute everything in fp32.
 
 Twin: `quantize_blocks` of `mxquant.formats.block`, after `mxquant.reference.hadamard`, equal byte by byte.
 """
@@ -44,27 +45,27 @@ from mxquant.kernels.primitives.pack import (
 from mxquant.kernels.primitives.thread_block import fp32_values, load_block, odd_pairs, store_block, top_pairs
 from mxquant.kernels.runtime.launch import cached_launch, cdiv
 
-# Blocks of a program, one in each thread; fewer where they would leave cores idle, and more in the interpreter, where
-# an operation takes as long for a thousand blocks as for one.
+# Blocks of a program, one in each thread: fewer where large programs would leave multiprocessors idle; more in the
+# interpreter, where an operation takes as long for a thousand blocks as for one.
 _LARGE, _SMALL, _INTERPRETED = 128, 32, 1024
 _PROGRAMS_WANTED = 1024
 
 
 @functools.cache
 def _capability(device: torch.device) -> tuple[int, int]:
-    """Of the instructions that a kernel may use: those of the GPU, none of them on ROCm, all in the interpreter."""
+    """The compute capability whose instructions a kernel may use: none on ROCm, all in the interpreter."""
     if device.type != "cuda":
         return (9, 0)
     return torch.cuda.get_device_capability(device) if torch.version.hip is None else (0, 0)
 
 
-def takes(x: Tensor, fmt: Format) -> bool:
-    """Whether all blocks of `x` are whole and lie one after the other, at an address that words are loaded from."""
+def has_contiguous_blocks(x: Tensor, fmt: Format) -> bool:
+    """Whether all blocks of `x` are whole and contiguous, at an address aligned for vector loads."""
     assert fmt.block_size is not None
     return x.is_contiguous() and x.shape[-1] % fmt.block_size == 0 and x.data_ptr() % 16 == 0
 
 
-def quantize_whole_blocks(
+def quantize_contiguous(
     x: Tensor,
     qdata: Tensor,
     scale: Tensor,
@@ -74,7 +75,7 @@ def quantize_whole_blocks(
     canonical_zero: bool,
     rotated: bool,
 ) -> None:
-    """Quantize `x`, that `takes` is true of, into the contiguous `qdata` and `scale`.
+    """Quantize `x`, for which `has_contiguous_blocks` holds, into the contiguous `qdata` and `scale`.
 
     Args:
         per_tensor_scale: NVFP4's, of one element.
@@ -94,12 +95,12 @@ def quantize_whole_blocks(
             blocks,
             **element_constants(fmt.element),
             DTYPE=DTYPES[x.dtype],
-            MODE=None if fmt.per_tensor else mode,
+            MODE=None if fmt.scale_format == "e4m3" else mode,
             SATURATE=saturates(fmt, mode),
-            WIDE=rotated or fmt.per_tensor or x.dtype == torch.float32,
+            WIDE=rotated or fmt.scale_format == "e4m3" or x.dtype == torch.float32,
             CANONICAL_ZERO=canonical_zero,
             ROTATED=rotated,
-            PAIRS=bits == 4 and not (fmt.per_tensor or canonical_zero) and capability >= (9, 0),
+            PAIRS=bits == 4 and fmt.scale_format == "e8m0" and not canonical_zero and capability >= (9, 0),
             CONVERT=bits > 4 and not canonical_zero and capability >= (8, 9),
             PAIRWISE_MAXIMUM=x.dtype == torch.bfloat16 and capability >= (9, 0),
             BLOCK=fmt.block_size,
@@ -131,11 +132,16 @@ def mxquant_quantize_contiguous(
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
 ) -> None:
-    """Blocks [BLOCKS], one in each thread. MODE None: NVFP4. PAIRS: in bf16. CONVERT: by the conversion to FP8.
-    PAIRWISE_MAXIMUM: of bf16 that is not rotated.
+    """Blocks [BLOCKS], one in each thread.
+
+    Args:
+        MODE: the scale mode of MX formats; None: E4M3 scales (NVFP4).
+        PAIRS: quantize by bf16x2 arithmetic.
+        CONVERT: encode by the conversion to FP8.
+        PAIRWISE_MAXIMUM: find amax by bf16x2 arithmetic, where blocks are not rotated.
     """
     block = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
-    # Threads beyond the last block load that one again: as quick as a mask, which leaves registers to be zeroed.
+    # Threads beyond the last block load it again: as fast as a mask, and no registers have to be zeroed.
     words = load_block(words_ptr, tl.minimum(block, blocks - 1), BLOCK * DTYPE.primitive_bitwidth // 32)
     inside = block < blocks
     if PAIRS:
@@ -171,7 +177,7 @@ def mxquant_quantize_contiguous(
 def _quantize_in_pairs(
     words: tl.tuple, DTYPE: tl.constexpr, MODE: tl.constexpr, SATURATE: tl.constexpr, ROTATED: tl.constexpr
 ) -> tuple[tl.tensor, tl.tuple]:
-    """Scale bytes of MXFP4 and packed codes, by arithmetic with two bf16 numbers in a word."""
+    """Scale bytes and packed codes of MXFP4, by bf16x2 arithmetic."""
     signs = words
     APART: tl.constexpr = ROTATED or tl.bfloat16 != DTYPE
     if APART:
@@ -231,8 +237,8 @@ def _convert(
 ) -> tl.tuple:
     """Packed codes of fp32 values times powers of two, by the conversion to FP8.
 
-    A format of six bits is the lowest binades of the format of eight bits that has as many mantissa bits, scaled so
-    that their subnormals are the same: its codes are the lower bits, and the conversion rounds once.
+    A six-bit format is the lowest binades of the eight-bit format with as many mantissa bits, scaled so that their
+    subnormals coincide. Its codes are the lower bits, and the conversion rounds once.
     """
     BITS: tl.constexpr = 1 + EXPONENT_BITS + MANTISSA_BITS
     BIAS: tl.constexpr = (1 << (EXPONENT_BITS - 1)) - 1

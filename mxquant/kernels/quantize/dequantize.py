@@ -1,4 +1,4 @@
-"""Decode packed codes to a workspace, on a GPU: what a large matmul with a quantized weight multiplies.
+"""Decode packed codes to a workspace, for an ordinary matmul with a quantized weight.
 
 Twin: `dequantize_blocks` of `mxquant.formats.block` without a per-tensor scale, equal bit by bit.
 """
@@ -44,7 +44,7 @@ def dequantize(
     Args:
         qdata, scale: uint8 [N, bytes] and [N, blocks], any strides: rows or columns of a larger weight.
         length: elements a row.
-        block_offset: codes to leave out at the start of each row's first block.
+        block_offset: codes to skip at the start of each row's first block.
         dtype: bf16, fp16 or fp32.
     """
     assert fmt.block_size is not None
@@ -84,9 +84,9 @@ def dequantize(
 
 
 def _as_words(qdata: Tensor, bits: int) -> Tensor:
-    """The packed bytes as the words to load: a unit of 4-bit codes is one of 32 bits, of 6-bit codes three of 16.
+    """The packed bytes as words to load: a unit of 4-bit codes is one of 32 bits, of 6-bit codes three of 16 bits.
 
-    Where rows do not consist of such words, the bytes as they are.
+    Rows that do not consist of such words stay bytes.
     """
     width = {4: 4, 6: 2, 8: 1}[bits]
     if qdata.stride(1) != 1 or qdata.shape[1] % width or qdata.stride(0) % width or qdata.storage_offset() % width:
@@ -120,7 +120,7 @@ def mxquant_dequantize(
     COLUMNS: tl.constexpr,
     STEPS: tl.constexpr,
 ) -> None:
-    """STEPS tiles of ROWS x COLUMNS units; the values of a unit lie in one thread, for one wide store."""
+    """STEPS tiles of ROWS x COLUMNS units. One thread holds the values of a unit, for one vector store."""
     tile = tl.program_id(0)
     row = (tile // tiles_per_row).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     first = (tile % tiles_per_row) * (COLUMNS * STEPS)

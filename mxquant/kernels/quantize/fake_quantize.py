@@ -1,6 +1,6 @@
-"""Quantize and dequantize activations without making codes, on a GPU: what an emulated matmul multiplies.
+"""Quantize and dequantize activations without making codes, for matmuls in bf16.
 
-Twin: `fake_quantize` of `mxquant.reference.fake_quantize`, equal bit by bit.
+Twin: `mxquant.reference.fake_quantize`, equal bit by bit.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from mxquant.kernels.primitives.numerics import (
 )
 from mxquant.kernels.runtime.launch import cached_launch, cdiv, next_power_of_2
 
-# The longest row that one program holds in registers, to find its scale and use it in one launch.
+# The longest row that one program holds in registers, to find its scale and apply it in one launch.
 _LONGEST_ROW = 16384
 _TILE = 1024
 _NVFP4_LARGEST = ELEMENT_FORMATS["e2m1"].max_value * ELEMENT_FORMATS["e4m3"].max_value
@@ -48,9 +48,7 @@ def reject(fmt: Format, scale_mode: str | None, dtype: torch.dtype) -> str | Non
 def fake_quantize(
     x: Tensor, fmt: Format, scale_mode: str | None, static_scale: Tensor | None, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor | None]:
-    """The values that `x` [M, K] has in `fmt`, in `dtype` (bf16, fp16 or fp32), and the fp32 factor [M, 1] that
-    completes them, or None; arguments and results are those of the twin.
-    """
+    """Arguments and results are those of the twin; `x` and `dtype` are bf16, fp16 or fp32."""
     rows, length = x.shape
     values = torch.empty(rows, length, dtype=dtype, device=x.device)
     if fmt.scale_format == "e8m0":
@@ -83,7 +81,7 @@ def _divisor(fmt: Format) -> float:
 def _launch(
     x: Tensor, values: Tensor, outer: Tensor | None, fmt: Format, scale_mode: str | None, *, dynamic: bool
 ) -> None:
-    """Write `values`, and `outer` if `dynamic`, where a tile is as wide as a row."""
+    """Write `values`; if `dynamic`, tiles are as wide as a row and write `outer`, too."""
     rows, length = x.shape
     columns = max(next_power_of_2(length), fmt.block_size or 1)
     if not dynamic:

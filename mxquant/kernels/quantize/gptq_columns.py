@@ -1,12 +1,11 @@
-"""The columns of one block rounded in turn, in one launch, on a GPU.
+"""GPTQ's inner loop, the columns of one block rounded in turn, in one launch.
 
-A program has some rows of the weight with all the block's columns in registers, and does what GPTQ does to them: rows
-do not depend on each other.
+A program holds some rows of the weight, with all columns of the block, in registers. Rows are independent.
 
-Twin: `mxquant.reference.gptq_columns`, equal bit by bit where products and sums are
-exact. Where they are not, they are rounded once here; in torch, once or twice, as a device's vectors are long.
+Twin: `mxquant.reference.gptq_columns`, equal bit by bit where products and sums are exact. Elsewhere a product and its
+sum are rounded once here (fused), and once or twice in torch, by the vector length of the device.
 
-Legend: K columns of the block, N rows of the weight; both tensors of a weight have a column of it in each row.
+Legend: K columns of the block, N rows of the weight. Tensors are transposed: each row holds a column of the weight.
 """
 
 from __future__ import annotations
@@ -21,8 +20,8 @@ from mxquant.kernels import reject_unlisted
 from mxquant.kernels.primitives.numerics import element_constants, round_to_element
 from mxquant.kernels.runtime.launch import cached_launch, cdiv, next_power_of_2
 
-# Rows of a program of one warp, so that sums over columns stay in it; more in the interpreter, which spends its time on
-# operations.
+# Rows of a program of one warp, so that sums over columns need no shared memory; more in the interpreter, where the
+# number of operations counts.
 _ROWS, _INTERPRETED = 32, 1024
 
 ELEMENTS = ("e2m1", "e2m3", "e3m2", "e4m3", "e5m2")
@@ -71,7 +70,7 @@ def mxquant_gptq_columns(
     at_KN = column_K[:, None] * n.to(tl.int64) + row_N[None, :]
     w_KN = tl.load(w_ptr + at_KN, mask=(column_K < k)[:, None] & is_row_N[None, :], other=0.0)
     for i in range(k):
-        # Of the bits, whose sum is exact: the others are zeros.
+        # Select column i by a sum of bits, which is exact: all others are zero.
         w_N = tl.sum(tl.where((column_K == i)[:, None], w_KN.to(tl.int32, bitcast=True), 0), 0)
         w_N = w_N.to(tl.float32, bitcast=True)
         unit_N = tl.load(unit_ptr + i * unit_stride_k + row_N * unit_stride_n, mask=is_row_N, other=1.0)

@@ -1,4 +1,4 @@
-"""The block Hadamard rotation in one launch, on a GPU, for what is not quantized next.
+"""The block Hadamard rotation in one launch, for values that are not quantized by the same kernel.
 
 Twin: `mxquant.reference.hadamard`, rounded to the wanted dtype, equal bit by bit.
 """
@@ -16,7 +16,7 @@ from mxquant.kernels.primitives.numerics import DTYPES, from_fp32
 from mxquant.kernels.primitives.thread_block import fp32_values, joined_words, load_block
 from mxquant.kernels.runtime.launch import cached_launch, cdiv
 
-# Blocks of a program, one in each thread; more in the interpreter, which spends its time on operations.
+# Blocks of a program, one in each thread; more in the interpreter, where the number of operations counts.
 _BLOCKS, _INTERPRETED = 128, 1024
 
 SIZES = (16, 32)

@@ -1,7 +1,7 @@
-"""Quantize to packed codes and block scales in one pass over the data, on a GPU.
+"""Quantize to packed codes and block scales in one pass over the data: the quantizer's entry and its general kernel.
 
-Whole blocks that lie one after the other are quantized by `cast_blocks`. Here is the kernel for the rest: any strides,
-partial blocks, per-tensor scales of each row.
+Contiguous whole blocks go to `contiguous`. The kernel here takes the rest: any strides, partial blocks, one per-tensor
+scale a row.
 
 Twin: `quantize_blocks` of `mxquant.formats.block`, after `mxquant.reference.hadamard` where blocks are rotated, equal
 byte by byte.
@@ -32,7 +32,7 @@ from mxquant.kernels.primitives.numerics import (
     fp32_bits,
     saturates,
 )
-from mxquant.kernels.quantize.contiguous import quantize_whole_blocks, takes
+from mxquant.kernels.quantize.contiguous import has_contiguous_blocks, quantize_contiguous
 from mxquant.kernels.quantize.hadamard import hadamard
 from mxquant.kernels.runtime.launch import cached_launch, cdiv, next_power_of_2
 
@@ -41,17 +41,18 @@ SCALE_MODES = ("floor", "even", "ceil", "rceil", "even_fp4")
 
 
 class Tile(NamedTuple):
-    """What one program works on, and with how many warps."""
+    """The rows and columns of one program, and its warps."""
 
     rows: int
     columns: int
     warps: int
 
 
-# Elements of a tile of four warps: many for few instructions an element, fewer where they would leave cores idle.
+# Elements of a tile of four warps: large for few instructions an element, small where large ones would leave
+# multiprocessors idle.
 _LARGE, _SMALL = 4096, 1024
 _TILES_WANTED = 1024
-# Where neighbours in memory are rows, a tile is square enough to load and to store whole sectors.
+# Where rows are contiguous across, a tile is square enough to load and store whole sectors.
 _ACROSS_ROWS = Tile(64, 128, 8)
 
 
@@ -78,8 +79,8 @@ def quantize_blocks(
     `x` may have any strides: to quantize along another axis, move it last and make no copy.
 
     Args:
-        rotation: the block's size: rotate each block first, in fp32; K is a multiple of it. In the same launch, but for
-            per-tensor scales that are not given, or one for each row, which need the rotated values beforehand.
+        rotation: the block size: rotate each block first, in fp32; K is a multiple of it. In the same launch, unless a
+            per-tensor scale is not given or there is one a row: then the rotated values are needed beforehand.
     """
     assert fmt.block_size is not None
     assert rotation in (None, fmt.block_size)
@@ -88,7 +89,7 @@ def quantize_blocks(
         one_scale = not fmt.per_tensor or (per_tensor_scale is not None and per_tensor_scale.numel() == 1)
         if not one_scale:
             x, rotation = hadamard(x, rotation, torch.float32), None
-        elif not takes(x, fmt):
+        elif not has_contiguous_blocks(x, fmt):
             x = x.clone(memory_format=torch.contiguous_format)
     lead, length = x.shape[:-1], x.shape[-1]
     if fmt.per_tensor:
@@ -101,8 +102,8 @@ def quantize_blocks(
     scale = torch.empty(*lead, fmt.num_blocks(length), dtype=torch.uint8, device=x.device)
     if x.numel() == 0:
         return qdata, scale
-    if takes(x, fmt) and (per_tensor_scale is None or per_tensor_scale.numel() == 1):
-        quantize_whole_blocks(x, qdata, scale, fmt, mode, per_tensor_scale, canonical_zero, rotation is not None)
+    if has_contiguous_blocks(x, fmt) and (per_tensor_scale is None or per_tensor_scale.numel() == 1):
+        quantize_contiguous(x, qdata, scale, fmt, mode, per_tensor_scale, canonical_zero, rotation is not None)
     else:
         rows = x.reshape(math.prod(lead), length)
         _launch(rows, qdata, scale, fmt, mode, per_tensor_scale, canonical_zero)
@@ -141,7 +142,7 @@ def _launch(
             fmt.num_blocks(length),
             int(per_tensor_scale is not None and per_tensor_scale.numel() > 1),
             **element_constants(fmt.element),
-            MODE=None if fmt.per_tensor else mode,
+            MODE=None if fmt.scale_format == "e4m3" else mode,
             SATURATE=saturates(fmt, mode),
             CANONICAL_ZERO=canonical_zero,
             BLOCK=fmt.block_size,
@@ -175,7 +176,7 @@ def _quantize(
 ) -> tuple[tl.tensor, ...]:
     """Scale bytes, int32 [ROWS, BLOCKS], and codes without signs of fp32 `bits` [ROWS, BLOCKS, BLOCK]."""
     value = bits.to(tl.float32, bitcast=True)
-    # Shifted, so that no sign has to be masked out: the units that do that are the busiest.
+    # Shifting drops the sign without a mask: the units that would mask are the busiest.
     amax = (tl.max((bits << 1).to(tl.uint32, bitcast=True), 2) >> 1).to(tl.int32, bitcast=True)
     if MODE is None:
         byte = e4m3_from_amax(amax, per_tensor_scale)
@@ -213,7 +214,7 @@ def mxquant_quantize_strided(
     COLUMNS: tl.constexpr,
     WHOLE: tl.constexpr,
 ) -> None:
-    """One tile of whole blocks. MODE None: NVFP4. WHOLE: all tiles are full, and nothing is masked."""
+    """One tile of whole blocks. MODE None: E4M3 scales (NVFP4). WHOLE: all tiles are full, and nothing is masked."""
     BLOCKS: tl.constexpr = COLUMNS // BLOCK
     tile = tl.program_id(0)
     row = (tile // tiles_per_row).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]

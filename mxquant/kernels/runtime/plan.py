@@ -1,8 +1,7 @@
-"""Several kernels that make one tensor, planned once for a shape and launched again for other tensors.
+"""A sequence of kernels that computes one tensor, planned once for a shape and launched again for other tensors.
 
-What a call of a small product costs the host is mostly allocations and launches. A plan knows its grids, numbers and
-compiled kernels from its first call; afterwards a call allocates the result and one workspace, and each launch takes
-addresses alone.
+For a small product the host spends most of its time on allocations and launches. A plan knows its grids, integers and
+compiled kernels after its first call. Further calls allocate the result and one workspace, and pass addresses alone.
 """
 
 from __future__ import annotations
@@ -19,13 +18,13 @@ from triton.compiler import CompiledKernel
 
 from mxquant.kernels.runtime.launch import CachedLaunch, entry, is_observed, settings
 
-# Bytes: what a workspace is cut into begins at multiples of it, as torch's own allocations for a GPU do.
+# Bytes: buffers begin at multiples of it in the workspace, as torch's own allocations do on a GPU.
 _ALIGNMENT = 512
 
 
 Kind = tuple[torch.dtype, torch.device]
-"""What a plan is kept by for each tensor given, beside sizes and strides: kernels are compiled for its dtype, and on
-another device its address means nothing.
+"""A plan is cached by the kind of each input, beside sizes and strides: kernels are compiled for its dtype, and its
+address is of its device.
 """
 
 
@@ -34,7 +33,7 @@ def kind(tensor: Tensor | None) -> Kind | None:
 
 
 class Buffer(NamedTuple):
-    """A tensor that is yet to be made."""
+    """Shape and dtype of a tensor that a plan allocates."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -48,7 +47,7 @@ class Buffer(NamedTuple):
 
 
 class Step(NamedTuple):
-    """`kernel[grid](*arguments, **constants)`, where a text stands for the tensor of that name."""
+    """`kernel[grid](*arguments, **constants)`; a string stands for the tensor of that name."""
 
     kernel: Any
     grid: tuple[int, ...]
@@ -56,17 +55,17 @@ class Step(NamedTuple):
     constants: dict[str, Any]
 
     def launch(self, tensors: Mapping[str, Tensor]) -> Any:
-        """Returns what was launched, where that is known."""
+        """Returns the compiled kernel, where that is known."""
         arguments = (tensors[argument] if isinstance(argument, str) else argument for argument in self.arguments)
         launched = self.kernel[self.grid](*arguments, **self.constants)
         return launched if isinstance(self.kernel, CachedLaunch) else None
 
 
 class Plan:
-    """Steps, in order, from tensors given to a tensor returned.
+    """Steps, in order, from input tensors to one result.
 
-    Whatever the steps depend on but for the values and addresses of the tensors must be settled: keep a plan by all of
-    it, and by the kind of each tensor.
+    A plan holds for all inputs that differ only in values and addresses: cache it by everything else that its steps
+    depend on, and by the kind of each input.
     """
 
     def __init__(
@@ -79,9 +78,9 @@ class Plan:
     ) -> None:
         """
         Args:
-            given: names of the tensors that a call passes, all on `device`.
-            result: name of the tensor that a call makes and returns.
-            between: the tensors that pass values from step to step, and are gone afterwards.
+            given: names of the input tensors, all on `device`.
+            result: name and buffer of the tensor that a call returns.
+            between: temporaries that pass values from step to step, in one workspace.
         """
         self._given, (self._name, self._result), self._between = tuple(given), result, between
         self._steps, self._device = steps, device
@@ -90,7 +89,7 @@ class Plan:
             self._offsets.append(self._bytes)
             self._bytes += -(-buffer.nbytes // _ALIGNMENT) * _ALIGNMENT
         self._launches: Sequence[tuple[Callable[..., None], Callable[[tuple[Any, ...]], tuple[Any, ...]]]] = ()
-        """What launches each step, and what picks its arguments from the stream, addresses and `_fixed`."""
+        """For each step the launcher, and a getter that picks its arguments from the stream, addresses and `_fixed`."""
         self._fixed: list[Any] = []
         self._settings: Any = None
 
@@ -99,7 +98,7 @@ class Plan:
             return self._call_ordinarily(given)
         addresses = [tensor.data_ptr() for tensor in given]
         for address in addresses:
-            if address % 16:  # the kernels were compiled for aligned tensors
+            if address % 16:  # the kernels are specialized for aligned tensors
                 return self._call_ordinarily(given)
         driver = triton.runtime.driver.active
         device = driver.get_current_device()
@@ -116,7 +115,7 @@ class Plan:
         return result
 
     def _call_ordinarily(self, given: tuple[Tensor, ...]) -> Tensor:
-        """Launch tensors as Triton does, and keep what is compiled for aligned ones."""
+        """Launch as Triton does, and keep the kernels that are compiled for aligned tensors."""
         result = self._result.empty(self._device)
         workspace = torch.empty(self._bytes, dtype=torch.uint8, device=self._device)
         tensors = dict(zip((*self._given, self._name), (*given, result), strict=True))
@@ -130,7 +129,7 @@ class Plan:
         return result
 
     def _keep(self, compiled: Sequence[CompiledKernel], tensors: Iterable[str]) -> None:
-        places = {name: place for place, name in enumerate(tensors, 1)}  # behind the stream
+        places = {name: place for place, name in enumerate(tensors, 1)}  # after the stream
         fixed: list[Any] = []
 
         def keep(value: Any) -> int:
@@ -141,7 +140,7 @@ class Plan:
         for step, kernel in zip(self._steps, compiled, strict=True):
             run, before = entry(kernel)
             arguments = [places[a] if isinstance(a, str) else keep(a) for a in step.arguments]
-            # A place is kept for each constant.
+            # Each constexpr has a placeholder.
             constants = [None] * (len(step.kernel.ordinary.params) - len(arguments))
             picked = *map(keep, (*step.grid, 1, 1)[:3]), 0, *map(keep, before), *arguments, *map(keep, constants)
             launches.append((run, operator.itemgetter(*picked)))
