@@ -6,6 +6,8 @@ divisions) would not give the same bytes. In eager the function is called direct
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -75,7 +77,7 @@ def quantize(
     raises = nonfinite == "raise"
     run = torch.ops.mxquant.quantize if is_traced(physical) else _quantize
     qdata, scale, *rest = run(physical, fmt.name, mode, per_tensor_scale, canonical_zero, raises, rotation)
-    operand = Operand(qdata, scale, rest[0] if rest else None)
+    operand = Operand(qdata, scale, *(rest or [per_tensor_scale]))
     return MXTensor(operand, Metadata(scheme, axis, x.dtype), x.shape)
 
 
@@ -128,12 +130,13 @@ def _quantize(
     raises: bool,
     rotation: int | None,
 ) -> list[Tensor]:
-    """Codes and scales of `x` along its last axis, and the per-tensor scale for NVFP4."""
-    fmt = get_format(format)
+    """Codes and scales of `x` along its last axis, and for NVFP4 the per-tensor scale if none was given."""
+    fmt, computed = get_format(format), []
     if fmt.per_tensor and per_tensor_scale is None:
         if rotation is not None:  # the scale is of the rotated values
             x, rotation = hadamard(x, rotation, torch.promote_types(x.dtype, torch.float32)), None
         per_tensor_scale = nvfp4_per_tensor_scale(x, mode)
+        computed.append(per_tensor_scale)
     qdata, scale = quantize_blocks(
         x, fmt, mode, per_tensor_scale=per_tensor_scale, canonical_zero=canonical_zero, rotation=rotation
     )
@@ -143,42 +146,13 @@ def _quantize(
             f"NaN or Inf in {int(bad.sum())} blocks, the first at block index {first} (the blocked axis last); "
             'clean the tensor, or pass nonfinite="nan" to have such blocks decode to NaN'
         )
-    return [qdata, scale] if per_tensor_scale is None else [qdata, scale, per_tensor_scale]
+    return [qdata, scale, *computed]
 
 
-@torch.library.custom_op("mxquant::quantize", mutates_args=())
-def _quantize_op(
-    x: Tensor,
-    format: str,
-    mode: str,
-    per_tensor_scale: Tensor | None,
-    canonical_zero: bool,
-    raises: bool,
-    rotation: int | None,
-) -> list[Tensor]:
-    result = _quantize(x, format, mode, per_tensor_scale, canonical_zero, raises, rotation)
-    # NOTE: results of an operator must not alias its inputs.
-    return [t.clone() if t is per_tensor_scale else t for t in result]
-
-
-@_quantize_op.register_fake
-def _(
-    x: Tensor,
-    format: str,
-    mode: str,
-    per_tensor_scale: Tensor | None,
-    canonical_zero: bool,
-    raises: bool,
-    rotation: int | None,
-) -> list[Tensor]:
-    fmt = get_format(format)
-    length = x.shape[-1]
-    qdata = x.new_empty(*x.shape[:-1], fmt.packed_size(length), dtype=torch.uint8)
-    scale = x.new_empty(*x.shape[:-1], fmt.num_blocks(length), dtype=torch.uint8)
-    if not fmt.per_tensor:
-        return [qdata, scale]
-    return [
-        qdata,
-        scale,
-        x.new_empty((), dtype=torch.float32) if per_tensor_scale is None else per_tensor_scale.clone(),
-    ]
+@torch.library.custom_op("mxquant::quantize", _quantize, mutates_args=()).register_fake
+def _(x: Tensor, format: str, mode: str, per_tensor_scale: Tensor | None, *rest: Any) -> list[Tensor]:
+    fmt, (*lead, length) = get_format(format), x.shape
+    qdata = x.new_empty(*lead, fmt.packed_size(length), dtype=torch.uint8)
+    scale = x.new_empty(*lead, fmt.num_blocks(length), dtype=torch.uint8)
+    computes_scale = fmt.per_tensor and per_tensor_scale is None
+    return [qdata, scale, *([x.new_empty((), dtype=torch.float32)] if computes_scale else [])]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -71,30 +72,9 @@ def _dequantize(
         block_offset=block_offset,
         per_tensor_scale=per_tensor_scale,
         dtype=dtype,
-    )
+    ).contiguous()
 
 
-@torch.library.custom_op("mxquant::dequantize", mutates_args=())
-def _dequantize_op(
-    qdata: Tensor,
-    scale: Tensor,
-    per_tensor_scale: Tensor | None,
-    format: str,
-    length: int,
-    block_offset: int,
-    dtype: torch.dtype,
-) -> Tensor:
-    return _dequantize(qdata, scale, per_tensor_scale, format, length, block_offset, dtype).contiguous()
-
-
-@_dequantize_op.register_fake
-def _(
-    qdata: Tensor,
-    scale: Tensor,
-    per_tensor_scale: Tensor | None,
-    format: str,
-    length: int,
-    block_offset: int,
-    dtype: torch.dtype,
-) -> Tensor:
-    return qdata.new_empty(*qdata.shape[:-1], length, dtype=dtype)
+@torch.library.custom_op("mxquant::dequantize", _dequantize, mutates_args=()).register_fake
+def _(qdata: Tensor, scale: Any, per_tensor_scale: Any, format: str, length: int, *rest: Any) -> Tensor:
+    return qdata.new_empty(*qdata.shape[:-1], length, dtype=rest[-1])

@@ -34,8 +34,7 @@ def grouped_product(
         x: [S, width] sorted by group; or [T, width] in any order with `groups.rows`, each row then quantized once.
         weights: a stack of E matrices.
         bias: [E, as wide as the result], or None.
-        gate: what `x` goes through first, gates and ups in twice as many columns: on the way into the product, where
-            the backend does that.
+        gate: applied to `x` first, which then has twice as many columns; by the backend, if it sets `gates`.
 
     Returns:
         [S, ...] in the dtype of `x`; zero beyond the last group.
@@ -68,8 +67,7 @@ def grouped_mm(
     return y if out_dtype is None else y.to(out_dtype)
 
 
-@torch.library.custom_op("mxquant::grouped_product", mutates_args=())
-def _grouped_product_op(
+def _grouped_product(
     x: Tensor,
     weights: Tensor,
     contracted: int,
@@ -80,19 +78,10 @@ def _grouped_product_op(
     limit: float | None,
     alpha: float | None,
 ) -> Tensor:
-    raise NotImplementedError(f"grouped_product takes quantized weights; got {type(weights).__name__}")
-
-
-@implements(torch.ops.mxquant.grouped_product.default)
-def _(
-    x: Tensor,
-    weights: MXTensor,
-    contracted: int,
-    offsets: Tensor,
-    rows: Tensor | None,
-    bias: Tensor | None,
-    interleaved: bool | None,
-    limit: float | None,
-    alpha: float | None,
-) -> Tensor:
+    if not isinstance(weights, MXTensor):
+        raise NotImplementedError(f"grouped_product takes quantized weights; got {type(weights).__name__}")
     return product(x, weights, contracted, bias, Groups(offsets, rows), gate_of(interleaved, limit, alpha))
+
+
+torch.library.custom_op("mxquant::grouped_product", _grouped_product, mutates_args=())
+implements(torch.ops.mxquant.grouped_product.default)(_grouped_product)

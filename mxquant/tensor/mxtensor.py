@@ -31,7 +31,7 @@ _INNER = ("qdata", "scale", "per_tensor_scale", "activation_scale")
 _NO_MEMORY = 1 << 62  # beyond what processors and GPUs can address
 # NOTE: increase it when an operator of `torch.ops.mxquant` changes its arguments: compile caches on users' disks hold
 # graphs that call the old one.
-_OPERATORS = 3
+_OPERATORS = 4
 _OWN_ATTRIBUTES = frozenset((*_INNER, "metadata", "backend", "_is_param"))
 
 

@@ -1,8 +1,8 @@
 """One product of activations with a quantized weight: checked, given to a backend, and run.
 
-Every matmul comes here in one form: the weight W, physically [N, K] or a stack [E, N, K], blocked along K; and x @ W.T
-(contraction forward: activations are quantized) or x @ W (dgrad, as for the gradient of the input). With `Groups`, each
-row of x is multiplied with the matrix of its group; without, a stack multiplies a batch.
+Every matmul is brought to one form. The weight W is physically [N, K], or a stack [E, N, K], and blocked along K. The
+product is x @ W.T (forward: activations are quantized) or x @ W (dgrad, as for the gradient of the input). With
+`Groups`, each row of x is multiplied with the matrix of its group; without, a stack multiplies a batch of matrices.
 
 While a graph is traced, a product is one opaque operator, `mxquant::matmul`, with the backend chosen at trace time. In
 eager the backend is called directly. Either way it gets plain tensors.
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -54,7 +55,7 @@ def product(
         contracted: -1 as in F.linear, -2 as in x @ weight.
         bias: [width of the result], with groups [E, width of the result], or None.
         groups: which rows of x are multiplied with which matrix of a stack.
-        gate: with groups, what x goes through first, gates and ups in twice as many columns.
+        gate: with groups: applied to x first, which then has twice as many columns.
 
     Returns:
         the product in the dtype of `x`; with groups, rows beyond the last group are zero.
@@ -84,15 +85,18 @@ def product(
         is_batch = groups is None and len(shape) == 3
         return _run(x, operand, bias, groups, problem, backend, rotation, is_batch)
     text, physical = weight.metadata.to_json(), physical_shape(shape, metadata.axis)
-    offsets, rows = (None, None) if groups is None else groups
+    tensors = [*operand, bias, *(groups or (None, None))]
     result: Tensor = torch.ops.mxquant.matmul(
-        x, *operand, bias, offsets, rows, text, physical, contraction, backend.name, *gate_arguments(gate)
+        x, tensors, text, physical, contraction, backend.name, *gate_arguments(gate)
     )
     return result
 
 
 def _check_operands(x: Tensor, weight: MXTensor, contracted: int, bias: Tensor | None, *, gated: bool = False) -> None:
-    """Refuse operands that no product can be made of; `gated`: the input holds gates and ups, twice as many.
+    """Refuse operands that do not fit each other.
+
+    Args:
+        gated: the input holds gates and ups, twice as many columns.
 
     Raises:
         NotImplementedError: both sides are quantized, or the blocked axis is not one of the last two.
@@ -233,13 +237,7 @@ def _same(scale: Tensor, axis: int) -> Tensor:
 @torch.library.custom_op("mxquant::matmul", mutates_args=())
 def _matmul_op(
     x: Tensor,
-    qdata: Tensor,
-    scale: Tensor,
-    per_tensor_scale: Tensor | None,
-    activation_scale: Tensor | None,
-    bias: Tensor | None,
-    offsets: Tensor | None,
-    rows: Tensor | None,
+    tensors: Sequence[Tensor | None],
     metadata: str,
     physical: Sequence[int],
     contraction: str,
@@ -248,40 +246,33 @@ def _matmul_op(
     limit: float | None,
     alpha: float | None,
 ) -> Tensor:
+    """The product of `x` with the weight of that metadata and physical shape.
+
+    Args:
+        tensors: those of the operand, the bias, and the offsets and rows of groups.
+    """
     parsed, _ = metadata_from_json(metadata)
-    scheme = parsed.scheme
-    if activation_scale is not None:
+    operand, bias, groups = _unpacked(tensors)
+    rotation = parsed.scheme.rotation
+    if operand.activation_scale is not None:
         parsed = parsed.with_scheme(static_activation_scale=True)
-    operand = Operand(qdata, scale, per_tensor_scale, activation_scale)
-    groups = None if offsets is None else Groups(offsets, rows)
     experts = 0 if groups is None else physical[0]
-    shape = logical_shape(physical, parsed.axis)
-    problem = problem_of(parsed, shape, x.device, x.dtype, contraction, experts)
+    problem = problem_of(parsed, logical_shape(physical, parsed.axis), x.device, x.dtype, contraction, experts)
     if (gate := gate_of(interleaved, limit, alpha)) is not None:
         problem = with_gate(problem, gate)
     is_batch = groups is None and len(physical) == 3
-    return _run(x, operand, bias, groups, problem, get_backend(backend), scheme.rotation, is_batch)
+    return _run(x, operand, bias, groups, problem, get_backend(backend), rotation, is_batch)
 
 
 @_matmul_op.register_fake
 def _(
-    x: Tensor,
-    qdata: Tensor,
-    scale: Tensor,
-    per_tensor_scale: Tensor | None,
-    activation_scale: Tensor | None,
-    bias: Tensor | None,
-    offsets: Tensor | None,
-    rows: Tensor | None,
-    metadata: str,
-    physical: Sequence[int],
-    contraction: str,
-    backend: str,
-    interleaved: bool | None,
-    limit: float | None,
-    alpha: float | None,
+    x: Tensor, tensors: Sequence[Tensor | None], metadata: str, physical: Sequence[int], contraction: str, *rest: Any
 ) -> Tensor:
+    _, _, groups = _unpacked(tensors)
     width = physical[-2] if contraction == FORWARD else physical[-1]
-    if offsets is None:
-        return x.new_empty(*x.shape[:-1], width)
-    return x.new_empty(Groups(offsets, rows).count(x), width)
+    return x.new_empty(*x.shape[:-1], width) if groups is None else x.new_empty(groups.count(x), width)
+
+
+def _unpacked(tensors: Sequence[Tensor | None]) -> tuple[Operand, Tensor | None, Groups | None]:
+    *operand, bias, offsets, rows = tensors
+    return Operand(*operand), bias, None if offsets is None else Groups(offsets, rows)  # type: ignore[arg-type]
