@@ -60,8 +60,8 @@ On one NVIDIA H200, mostly at 28672 x 8192; the table above has what nothing can
   TMA unit while the next one begins, and 512 rows take 204 us instead of 225. Leaving out the copies of activations
   changed nothing: memory isn't what it waits for. More registers would be needed to decode further ahead (240 of each
   thread are taken).
-- More rows of W4A4: cuBLAS's FP8 product of the expanded weight. With 8,192 rows it takes 2,866 us by itself, 1.83
-  times as fast as bf16; expanding the weight takes 105 us, folding the activations 60.
+- More rows of W4A4: cuBLAS's FP8 product of the dequantized weight. With 8,192 rows it takes 2,866 us by itself, 1.83
+  times as fast as bf16; dequantizing the weight takes 105 us, rescaling activations 60.
 - The quantizer: memory; rotated MXFP4, the issue of instructions (461 a block). The record's NVFP4 is from before its
   per-tensor scale was found in two passes: of the 1,166 us for 8,192 x 8,192 its kernel takes 65. An eager call: the
   host ([host](#host)).
@@ -73,7 +73,7 @@ UNMEASURED = """\
   in [moe.md](moe.md#on-a-gpu).
 - The card at fixed clocks, and its power.
 - An idle host: tests ran on its other GPU meanwhile, which shows in the host's times.
-- The launch that looks for rows that did not fold, after the product of many rows, as it is now: the record is from
+- The launch that looks for rows out of range, after the product of many rows, as it is now: the record is from
   when it had a program for every 64 columns of 512 rows.
 """
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from mxquant.backends import Problem, TunableBackend, candidates, get_backend
-from mxquant.backends.kernel_choice import choose_route
+from mxquant.backends.kernel_choice import select_kernel
 from mxquant.tables import html_table, text_table
 from mxquant.tensor import MXTensor, describe, requested_backend
 
@@ -52,8 +52,8 @@ def explain(
 
     Args:
         module_or_tensor: a layer with a quantized weight, a block with quantized experts, or such a weight.
-        input_shape: shape [..., in_features] of an input. The answer then includes the route that a backend with
-            several routes takes for this number of rows, and whether `mxquant.tune` chose it.
+        input_shape: shape [..., in_features] of an input. The answer then includes the kernel that a backend with
+            several kernels uses for this number of rows, and whether `mxquant.tune` chose it.
         device: answer as if the layer were on this device; None: its own.
 
     Returns:
@@ -83,7 +83,7 @@ def _explain(weight: MXTensor, input_shape: Sequence[int] | None, device: torch.
     serving = requested_backend(weight) if problem.device == weight.device else weight.backend
     answers = candidates(problem)
     chosen = next((name for name, reason in answers if reason is None and serving in ("auto", name)), None)
-    taken = "chosen" + _route(chosen, problem, input_shape)
+    taken = "chosen" + _kernel(chosen, problem, input_shape)
     verdicts = [(name, taken if name == chosen else reason or "could compute it too") for name, reason in answers]
     rows = "M" if input_shape is None else " x ".join(map(str, input_shape[:-1])) or "1"
     activation = problem.activation or str(problem.dtype).removeprefix("torch.")
@@ -98,15 +98,15 @@ def _explain(weight: MXTensor, input_shape: Sequence[int] | None, device: torch.
     return Explanation(matmul, weight.backend, chosen, verdicts)
 
 
-def _route(backend: str | None, problem: Problem, input_shape: Sequence[int] | None) -> str:
-    """The route that a tunable backend takes for this number of rows, in words; empty for other backends."""
+def _kernel(backend: str | None, problem: Problem, input_shape: Sequence[int] | None) -> str:
+    """The kernel that a tunable backend uses for this number of rows, in words; empty for other backends."""
     if backend is None or input_shape is None or problem.experts:
         return ""
     chosen, rows = get_backend(backend), math.prod(input_shape[:-1])
     if not isinstance(chosen, TunableBackend) or rows == 0:
         return ""
-    route, is_tuned = choose_route(chosen, problem, rows)
-    return f"; {rows} rows take route {route.name}, {'tuned' if is_tuned else 'by default'}"
+    kernel, is_tuned = select_kernel(chosen, problem, rows)
+    return f"; {rows} rows use kernel {kernel.name}, {'tuned' if is_tuned else 'by default'}"
 
 
 def _weights_of(module_or_tensor: nn.Module | Tensor) -> list[MXTensor]:

@@ -1,7 +1,7 @@
-"""`tune`: measure which route of a backend is the fastest for the products of a model, and keep that on disk.
+"""`tune`: measure which of a backend's kernels is the fastest for the products of a model, and keep that on disk.
 
-Nothing is measured unless it is asked for: timing waits for the GPU, which a matmul must not do behind the caller's
-back, and cannot do while a CUDA graph is captured.
+Nothing is measured unless it is asked for. Timing waits for the GPU, which a matmul must not do unasked, and cannot do
+while a CUDA graph is captured.
 """
 
 from __future__ import annotations
@@ -16,51 +16,51 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from mxquant.backends import KernelChoice, Operand, Problem, TunableBackend
-from mxquant.backends import tuning_cache as tuned
-from mxquant.backends.kernel_choice import forget_choices
+from mxquant.backends import KernelChoice, Operand, Problem, TunableBackend, tuning_cache
+from mxquant.backends.kernel_choice import forget_selected
 from mxquant.tables import html_table, text_table
 from mxquant.tensor import MXTensor, describe
 from mxquant.tensor.choose import choose_backend
 
 ROWS = (1, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
-# Another route than the default has to be faster by this factor: what is less lies within the spread of medians.
-_GAIN = 1.02
+# Another kernel than the default has to be faster by this factor. Less lies within the spread of medians.
+_MIN_SPEEDUP = 1.02
 
 Timer = Callable[[KernelChoice, Tensor, Operand, Problem], float]
-"""Microseconds of a product by a route: of an input with a weight, as `Backend.matmul`."""
+"""Microseconds of a product of an input with a weight by one kernel."""
 
 
 @dataclass(frozen=True)
 class Product:
-    """What some weights of a model have in common: a product that a backend has several routes for."""
+    """A product that a backend has several kernels for, of one or more weights of a model."""
 
     backend: TunableBackend
     problem: Problem
     precision: str
     weight: Operand
-    """Of the first, in the layout of the backend."""
+    """The first one, in the layout of the backend."""
     names: list[str] = field(default_factory=list)
+    """Of the weights."""
 
     def measure(self, rows: int, timer: Timer) -> Measurement:
-        """Time each route for so many rows."""
+        """Time each kernel for so many rows."""
         problem = self.problem
-        generator = torch.Generator(problem.device).manual_seed(0)  # torch's own is the user's
+        generator = torch.Generator(problem.device).manual_seed(0)  # NOTE: torch's own is the user's
         sizes = rows, problem.in_features
         x = torch.randn(sizes, generator=generator, dtype=problem.dtype, device=problem.device)
-        routes = self.backend.routes(problem, rows)
-        times = {route.name: timer(route, x, self.weight, problem) for route in routes}
+        choices = self.backend.kernel_choices(problem, rows)
+        times = {choice.name: timer(choice, x, self.weight, problem) for choice in choices}
         return Measurement(self, rows, times)
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """The routes of a product for a number of rows."""
+    """Times of a product's kernels for a number of rows."""
 
     product: Product
     rows: int
     microseconds: dict[str, float]
-    """Of each route by its name; the backend's own first choice comes first."""
+    """Of each kernel by its name; the backend's default comes first."""
 
     @property
     def default(self) -> str:
@@ -68,20 +68,20 @@ class Measurement:
 
     @property
     def fastest(self) -> str:
-        """What later calls take: the default, unless another route is faster by more than the spread."""
+        """What later calls use: the default, unless another kernel is faster by more than the spread."""
         best = min(self.microseconds, key=self.microseconds.__getitem__)
-        return best if self.microseconds[self.default] > _GAIN * self.microseconds[best] else self.default
+        return best if self.microseconds[self.default] > _MIN_SPEEDUP * self.microseconds[best] else self.default
 
 
 @dataclass(frozen=True)
 class TuningReport:
-    """What `tune` measured and what not. Prints as text, renders as HTML in a notebook."""
+    """What `tune` measured and what it did not. Prints as text, renders as HTML in a notebook."""
 
     measured: list[Measurement]
     left: dict[str, list[str]]
-    """Why weights were not tuned, with their names."""
+    """Reasons why weights were not tuned, with the names of the weights."""
     paths: list[Path]
-    """The files that were written, one a kind of device."""
+    """The files that were written, one for each kind of device."""
 
     def __str__(self) -> str:
         return "\n\n".join([*(text_table(headers, rows) for headers, rows in self._tables()), self._written()])
@@ -95,38 +95,39 @@ class TuningReport:
 
     def _tables(self) -> Iterator[tuple[list[str], list[list[str]]]]:
         if self.measured:
-            routes = list(dict.fromkeys(name for one in self.measured for name in one.microseconds))
-            headers = ["weights", "shape", "W/A", "backend", "rows", *(f"{name} us" for name in routes)]
-            yield [*headers, "default", "fastest"], [_cells(one, routes) for one in self.measured]
+            kernels = list(dict.fromkeys(name for one in self.measured for name in one.microseconds))
+            headers = ["weights", "shape", "W/A", "backend", "rows", *(f"{name} us" for name in kernels)]
+            yield [*headers, "default", "fastest"], [_cells(one, kernels) for one in self.measured]
         if self.left:
             yield ["not tuned", "reason"], [[_in_short(names), reason] for reason, names in self.left.items()]
 
 
 def tune(model: nn.Module, rows: Sequence[int] = ROWS) -> TuningReport:
-    """Time every route of every matmul of a quantized model on its GPU, and let later calls take the fastest.
+    """Time every kernel of every matmul of a quantized model on its GPU, and let later calls use the fastest.
 
-    Later calls are those of this process and of others: the choices are written to a file of the user's cache
-    (`$MXQUANT_CACHE`, else `~/.cache/mxquant`), beside what it holds of other models, and count for every model with
-    products of the same shapes and formats, on this kind of device, with these versions of mxquant, torch and triton.
-    A CUDA graph that was captured before keeps its kernels. For a number of rows that was not timed, the choice is that
-    of the nearest one from above; beyond the largest it is the default's. Routes differ in the order in which they sum
-    in fp32, so tuning can change the last bit of a result; without a tuned file that depends on the versions and the
-    kind of GPU alone.
+    The choices hold in this process and in later ones, for every model with products of the same shapes and formats, on
+    this kind of device, with these versions of mxquant, torch and triton. They are written to a file of the user's
+    cache (`$MXQUANT_CACHE`, else `~/.cache/mxquant`), beside those of other models. A CUDA graph that was captured
+    before keeps its kernels. A number of rows that was not timed uses the choice of the next larger one that was;
+    beyond the largest, the default.
 
-    It compiles the kernels of every route, and synchronizes: some seconds a shape, more where nothing is compiled yet.
+    Kernels sum in fp32 in different orders, so tuning can change the last bit of a result. Without a tuned file,
+    results depend on the versions and the kind of GPU alone.
+
+    It compiles all kernels and synchronizes. That takes some seconds a shape, more where nothing is compiled yet.
 
     Args:
-        model: its matmuls along the blocked axis are timed, without a bias. Experts are left alone: their matmuls have
-            one route.
+        model: its matmuls along the blocked axis are timed, without a bias. Experts are left alone, as there is nothing
+            to choose.
         rows: numbers of rows to time, all dimensions of an input but the last multiplied.
 
     Returns:
-        the times of each route in microseconds, and what was not tuned and why: its backend has one route, or it lies
-        on a device that is no CUDA GPU.
+        the times of each kernel in microseconds, and what was not tuned and why: its backend has one kernel, or it
+        lies on no CUDA GPU.
 
     Raises:
-        TypeError: `model` is no module, or `rows` no numbers.
-        ValueError: nothing in the model is quantized, or `rows` is empty or holds one below 1.
+        TypeError: `model` is not a module, or `rows` not a sequence of ints.
+        ValueError: nothing in the model is quantized, or `rows` is empty or holds a number below 1.
         OSError: the file cannot be written.
     """
     rows = _check_rows(rows)
@@ -146,7 +147,7 @@ def _check_rows(rows: Sequence[int]) -> list[int]:
 
 
 def find_products(model: nn.Module) -> tuple[list[Product], dict[str, list[str]]]:
-    """The different products of a model that a backend has several routes for; of the other weights, why not.
+    """The different products of a model that a backend has several kernels for; and why the other weights are left out.
 
     Raises:
         ValueError: nothing in the model is quantized, or a weight's backend cannot compute it.
@@ -159,15 +160,15 @@ def find_products(model: nn.Module) -> tuple[list[Product], dict[str, list[str]]
             continue
         problem = describe(weight)
         if problem.experts:
-            left.setdefault("experts are multiplied in groups, which has one route", []).append(name)
+            left.setdefault("experts are multiplied in groups, with no kernel to choose", []).append(name)
             continue
         backend, in_layout = choose_backend(weight, problem)
         if not isinstance(backend, TunableBackend):
-            left.setdefault(f"backend {backend.name} has one route", []).append(name)
+            left.setdefault(f"backend {backend.name} has one kernel", []).append(name)
         elif problem.device.type != "cuda":
             left.setdefault(f"lies on {problem.device}, and only CUDA devices are timed", []).append(name)
         else:
-            key = tuned.device_name(problem.device), tuned.product_key(backend.name, problem)
+            key = tuning_cache.device_name(problem.device), tuning_cache.product_key(backend.name, problem)
             product = Product(backend, problem, problem.scheme.precision, in_layout.operand)
             products.setdefault(key, product).names.append(name)
     if not products and not left:
@@ -187,28 +188,32 @@ def _weights(model: nn.Module) -> Iterator[tuple[str, MXTensor]]:
 
 
 def measure_all(products: Sequence[Product], rows: Sequence[int], timer: Timer) -> list[Measurement]:
-    """Each product for each number of rows. What could not be written afterwards is not measured."""
+    """Each product for each number of rows.
+
+    Raises:
+        OSError: the result could not be written. Nothing was measured.
+    """
     from tqdm.auto import tqdm
 
     for product in products:
-        tuned.check_writable(tuned.path_of(tuned.device_name(product.problem.device)))
+        tuning_cache.check_writable(tuning_cache.path_of(tuning_cache.device_name(product.problem.device)))
     each = [(product, m) for product in products for m in rows]
     return [product.measure(m, timer) for product, m in tqdm(each, desc="tuning", delay=1, leave=False)]
 
 
 def keep(measured: Sequence[Measurement]) -> list[Path]:
-    """Write the fastest routes, and use them from here on; returns the files."""
+    """Write the fastest kernels, and use them from here on; returns the files."""
     tables: dict[str, dict[str, dict[int, str]]] = {}
     for one in measured:
         backend, problem = one.product.backend, one.product.problem
-        products = tables.setdefault(tuned.device_name(problem.device), {})
-        products.setdefault(tuned.product_key(backend.name, problem), {})[one.rows] = one.fastest
-    paths = [tuned.record(device, products) for device, products in tables.items()]
-    forget_choices()
+        products = tables.setdefault(tuning_cache.device_name(problem.device), {})
+        products.setdefault(tuning_cache.product_key(backend.name, problem), {})[one.rows] = one.fastest
+    paths = [tuning_cache.record(device, products) for device, products in tables.items()]
+    forget_selected()
     return paths
 
 
-def gpu_microseconds(route: KernelChoice, x: Tensor, weight: Operand, problem: Problem) -> float:
+def gpu_microseconds(choice: KernelChoice, x: Tensor, weight: Operand, problem: Problem) -> float:
     """Median time of a product on a GPU. Copies of the weight take turns, so that none is read from the L2 cache."""
     with torch.cuda.device_of(x):
         cache = torch.cuda.get_device_properties(x.device).L2_cache_size
@@ -217,7 +222,7 @@ def gpu_microseconds(route: KernelChoice, x: Tensor, weight: Operand, problem: P
 
         def multiply_all() -> None:
             for one in weights:
-                route.multiply(x, one, None, problem)
+                choice.multiply(x, one, None, problem)
 
         return graph_microseconds(multiply_all, len(weights))
 
@@ -241,11 +246,11 @@ def graph_microseconds(run: Callable[[], object], calls: int, replays: int = 20)
     return statistics.median(times) * 1e3 / calls
 
 
-def _cells(one: Measurement, routes: Sequence[str]) -> list[str]:
+def _cells(one: Measurement, kernels: Sequence[str]) -> list[str]:
     problem = one.product.problem
     rotation = f", rotation {problem.rotation}" if problem.rotation else ""
     shape = f"{problem.out_features} x {problem.in_features}"
-    times = (f"{one.microseconds[name]:,.1f}" if name in one.microseconds else "" for name in routes)
+    times = (f"{one.microseconds[name]:,.1f}" if name in one.microseconds else "" for name in kernels)
     product = _in_short(one.product.names), shape, one.product.precision + rotation, one.product.backend.name
     return [*product, f"{one.rows:,}", *times, one.default, one.fastest]
 

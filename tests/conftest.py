@@ -32,27 +32,27 @@ def fixed_seed() -> None:
 
 
 @pytest.fixture(autouse=True, scope="session")
-def no_tuned_routes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """What somebody tuned on this machine has no say here."""
+def no_tuning_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What was tuned on this machine does not count."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MXQUANT_CACHE", str(tmp_path_factory.mktemp("cache")))
         yield
 
 
 @pytest.fixture
-def routes_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A cache for tuned routes that is the test's own, empty."""
-    from mxquant.backends.kernel_choice import forget_choices
+def empty_tuning_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """An empty tuning cache of the test's own."""
+    from mxquant.backends.kernel_choice import forget_selected
 
     monkeypatch.setenv("MXQUANT_CACHE", str(tmp_path / "cache"))
-    forget_choices()
+    forget_selected()
     yield
-    forget_choices()
+    forget_selected()
 
 
 @pytest.fixture
 def forked() -> Iterator[TunableBackend]:
-    """A backend of three routes, registered."""
+    """A backend of three kernels, registered."""
     from forked_backend import Forked
 
     from mxquant.backends import TunableBackend, get_backend, register_backend, unregister_backend

@@ -1,4 +1,4 @@
-"""A backend with routes that runs anywhere, and the cache that `mxquant.tune` writes to, of a test's own."""
+"""A backend with several kernels that runs anywhere."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ ONE, TWO, THREE = _answering("one", 1), _answering("two", 2), _answering("three"
 
 
 class Forked(TunableBackend):
-    """Takes weight-only MXFP4. Its routes answer 1, 2 and 3, by which each is recognized; 3 takes up to 64 rows."""
+    """Takes weight-only MXFP4. Its kernels answer 1, 2 and 3, by which each is recognized; 3 takes up to 64 rows."""
 
     name = "forked"
 
     def reject(self, problem: Problem) -> str | None:
         return None if (problem.weight, problem.activation) == ("mxfp4", None) else "weight-only mxfp4"
 
-    def routes(self, problem: Problem, rows: int) -> tuple[KernelChoice, ...]:
+    def kernel_choices(self, problem: Problem, rows: int) -> tuple[KernelChoice, ...]:
         return (THREE, ONE, TWO) if rows <= 64 else (ONE, TWO)
 
 

@@ -1,9 +1,9 @@
 """MXFP4 x MXFP4 on FP8 tensor cores, with exact operands.
 
-The weight is kept in tiles (`mxquant.kernels.mxfp4_sm90.layout`), the activations are folded into E5M2 relative to one
-power of two a row. Few rows are multiplied by a kernel that decodes the weight in registers; for many, the weight is
-expanded to E4M3 in a workspace for `torch._scaled_mm`, with promoted accumulation: fast accumulation keeps 14 bits,
-and is wrong on sums of one sign. Rows whose block exponents span more than E5M2 holds are recomputed exactly.
+The weight is kept in the packed layout (`mxquant.kernels.mxfp4_sm90.layout`). The activations are rescaled to E5M2,
+each row by one power of two. Few rows are multiplied by kernels that decode the weight in registers. For many, the
+weight is dequantized to E4M3 in a workspace for `torch._scaled_mm`, with promoted accumulation: fast accumulation keeps
+14 bits, and is wrong on sums of one sign. Rows whose block exponents span more than E5M2 holds are recomputed exactly.
 """
 
 from __future__ import annotations
@@ -13,31 +13,39 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from mxquant.backends.base import Groups, Layout, Operand, Problem
-from mxquant.backends.hopper import Tiles, choose_from, multiply_groups, ready_for_kernels, reject_device, reject_shape
+from mxquant.backends.base import FORWARD, Groups, Layout, Operand, Problem
+from mxquant.backends.hopper import (
+    PackedLayout,
+    kernel_ready,
+    multiply_groups,
+    order_choices,
+    prologue_of,
+    reject_device,
+    reject_shape,
+)
 from mxquant.backends.kernel_choice import KernelChoice, TunableBackend
 
-# Rows for each by default: see `choose_from`.
-_SPECIALIZED, _FEW = range(33, 2049), 512
+# Rows for which each kernel is the default, see `order_choices`.
+_WARP_SPECIALIZED_ROWS, _SPLIT_K_ROWS = range(33, 2049), 512
 
 
 class FP8(TunableBackend):
     """Exact W4A4 by FP8 matmul."""
 
     name: ClassVar[str] = "fp8"
-    layout: ClassVar[Layout | None] = Tiles()
+    layout: ClassVar[Layout | None] = PackedLayout()
     rotates: ClassVar[bool] = True
     gates: ClassVar[bool] = True
 
     def reject(self, problem: Problem) -> str | None:
         if reason := reject_device(problem):
             return reason
-        if problem.weight != "mxfp4" or problem.activation != "mxfp4" or problem.contraction != "blocked":
+        if problem.weight != "mxfp4" or problem.activation != "mxfp4" or problem.contraction != FORWARD:
             return "multiplies MXFP4 by MXFP4 only, along the blocked axis"
         return reject_shape(problem)
 
-    def routes(self, problem: Problem, rows: int) -> tuple[KernelChoice, ...]:
-        return choose_from(problem, rows, _SPECIALIZED, _FEW, _EXPAND)
+    def kernel_choices(self, problem: Problem, rows: int) -> tuple[KernelChoice, ...]:
+        return order_choices(problem, rows, _WARP_SPECIALIZED_ROWS, _SPLIT_K_ROWS, _DEQUANTIZE)
 
     def grouped_matmul(
         self, x: Tensor, weights: Operand, bias: Tensor | None, groups: Groups, problem: Problem
@@ -45,26 +53,26 @@ class FP8(TunableBackend):
         return multiply_groups(x, weights, bias, groups, problem)
 
 
-@ready_for_kernels
-def _multiply_expanded(x: Tensor, weight: Operand, bias: Tensor | None, problem: Problem) -> Tensor:
-    # Imported here: they import triton, which is not everywhere. `from` would take several times as long.
-    import mxquant.kernels.mxfp4_sm90.activation_fp8 as fold
-    import mxquant.kernels.mxfp4_sm90.dequantize as tiled
+@kernel_ready
+def _multiply_dequantized(x: Tensor, weight: Operand, bias: Tensor | None, problem: Problem) -> Tensor:
+    # NOTE: imported here, since they import triton, which is not everywhere. `from` would take several times as long.
+    import mxquant.kernels.mxfp4_sm90.activation as activation
+    import mxquant.kernels.mxfp4_sm90.dequantize as dequantize
+    import mxquant.kernels.mxfp4_sm90.exact_fallback as exact_fallback
 
-    mode = problem.activation_scale_mode
-    values, factors, x = fold.fold_input(x, mode, permute=False, rotated=problem.rotation is not None)
-    w_values, w_factors = tiled.expand_e4m3(weight.qdata, weight.scale, problem.in_features)
+    values, row_scale, x = activation.rescale_activation(x, prologue_of(problem), permute=False)
+    w_values, w_row_scale = dequantize.dequantize_to_e4m3(weight.qdata, weight.scale, problem.in_features)
     y = torch._scaled_mm(
         values,
         w_values.t(),
-        scale_a=factors,
-        scale_b=w_factors.t(),
+        scale_a=row_scale,
+        scale_b=w_row_scale.t(),
         bias=None if bias is None else bias.to(problem.dtype),
         out_dtype=problem.dtype,
         use_fast_accum=False,
     )
-    tiled.repair(y, x, weight.qdata, weight.scale, bias, factors, mode)
+    exact_fallback.fixup(y, x, weight.qdata, weight.scale, bias, row_scale, problem.activation_scale_mode)
     return y
 
 
-_EXPAND = KernelChoice("expand", _multiply_expanded)
+_DEQUANTIZE = KernelChoice("dequantize", _multiply_dequantized)

@@ -1,11 +1,9 @@
-"""What the Hopper backends share: the layout, what they ask of a problem, and their routes: the kernels that decode in
-registers, and expansion.
-"""
+"""What the Hopper backends share: the packed layout, what they ask of a problem, and their kernel choices but one."""
 
 from __future__ import annotations
 
 import functools
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
@@ -14,31 +12,34 @@ from mxquant.backends.base import Groups, Layout, Operand, Problem, no_device
 from mxquant.backends.kernel_choice import KernelChoice, Multiply
 from mxquant.formats.spec import Format, get_format
 from mxquant.kernels import has_triton
-from mxquant.kernels.mxfp4_sm90.layout import BLOCK, LEAST_COLUMNS, ROWS, pack_tiles, unpack_tiles
+from mxquant.kernels.mxfp4_sm90.layout import BLOCK, MIN_K, TILE_N, pack_weight, unpack_weight
+
+if TYPE_CHECKING:
+    from mxquant.kernels.mxfp4_sm90.activation import Prologue
 
 
-class Tiles(Layout):
+class PackedLayout(Layout):
     """`mxquant.kernels.mxfp4_sm90.layout`, for MXFP4."""
 
     name: ClassVar[str] = "mxfp4_tiles"
 
     def pack(self, qdata: Tensor, scale: Tensor, fmt: Format) -> tuple[Tensor, Tensor] | None:
         if qdata.dim() == 2:
-            return pack_tiles(qdata, scale)
-        # One matrix of a stack at a time: what lies between codes and tiles is several times as large as both.
+            return pack_weight(qdata, scale)
+        # NOTE: one matrix of a stack at a time, as packing takes several times the memory of a matrix.
         *lead, n, _ = qdata.shape
-        words = qdata.new_empty(*lead, n // ROWS, qdata.shape[-1] * ROWS)
-        bytes_ = scale.new_empty(*lead, n // ROWS, scale.shape[-1] * ROWS)
+        w_packed = qdata.new_empty(*lead, n // TILE_N, qdata.shape[-1] * TILE_N)
+        w_scale = scale.new_empty(*lead, n // TILE_N, scale.shape[-1] * TILE_N)
         for index in range(lead[0]):
             packed = self.pack(qdata[index], scale[index], fmt)
             if packed is None:
                 return None
-            words[index], bytes_[index] = packed
-        return words, bytes_
+            w_packed[index], w_scale[index] = packed
+        return w_packed, w_scale
 
     def unpack(self, qdata: Tensor, scale: Tensor, fmt: Format, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
         if len(shape) == 2:
-            return unpack_tiles(qdata, scale, *shape)
+            return unpack_weight(qdata, scale, *shape)
         codes = qdata.new_empty(*shape[:-1], fmt.packed_size(shape[-1]))
         scales = scale.new_empty(*shape[:-1], fmt.num_blocks(shape[-1]))
         for index in range(shape[0]):
@@ -55,10 +56,10 @@ def reject_search(problem: Problem) -> str | None:
 
 
 def reject_device(problem: Problem) -> str | None:
-    """None where wgmma takes its first operand from registers and Triton is there."""
+    """None on a GPU whose wgmma takes its first operand from registers, where Triton is installed."""
     if problem.capability is None:
         return no_device(problem, "an NVIDIA GPU")
-    # ROCm counts its architectures as capabilities, too: gfx90a is its 9.0.
+    # NOTE: ROCm reports its architectures as capabilities, too: gfx90a is its 9.0.
     if torch.version.hip is not None:
         return "needs an NVIDIA GPU, this is one of AMD's"
     if problem.capability != (9, 0):
@@ -69,105 +70,110 @@ def reject_device(problem: Problem) -> str | None:
 
 
 def reject_shape(problem: Problem) -> str | None:
-    """None for bf16 and for a weight of whole tiles."""
+    """None for bf16 and a weight of whole tiles."""
     if problem.dtype != torch.bfloat16:
         return f"gives bfloat16 only, not the accuracy of {str(problem.dtype).removeprefix('torch.')}"
     n, k = problem.out_features, problem.in_features
-    if n % ROWS or k % BLOCK or k < LEAST_COLUMNS or problem.block_offset:
-        return f"needs out_features a multiple of {ROWS}, in_features of {BLOCK} from {LEAST_COLUMNS} on, whole blocks"
+    if n % TILE_N or k % BLOCK or k < MIN_K or problem.block_offset:
+        return f"needs out_features a multiple of {TILE_N}, in_features of {BLOCK} from {MIN_K} on, whole blocks"
     return None
 
 
-def aligned(weight: Operand) -> Operand:
-    """The weight where kernels load vectors from; a copy if it begins elsewhere, as a view of other memory may.
+def ensure_aligned(weight: Operand) -> Operand:
+    """The weight at addresses that kernels load vectors from: a copy if it is a view that begins elsewhere.
 
-    For other addresses the compiler would split the vectors, which the decoder takes whole.
+    NOTE: for other addresses the compiler would split the vectors, which the decoder takes whole.
     """
     if (weight.qdata.data_ptr() | weight.scale.data_ptr()) % 16 == 0:
         return weight
     return weight.map(torch.clone)
 
 
-def walkable(x: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Both as kernels take them, which walk along rows of x and along the bias; how far apart rows are is free."""
+def ensure_contiguous(x: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Both with a contiguous last axis. Rows of x may lie any distance apart."""
     return x if x.stride(-1) == 1 else x.contiguous(), None if bias is None else bias.contiguous()
 
 
-def multiply_few(x: Tensor, weight: Operand, bias: Tensor | None, problem: Problem) -> Tensor:
-    """`Backend.matmul` of a few rows."""
-    # Imported here, as below: they import triton, which is not everywhere. `from` would take several times as long.
-    import mxquant.kernels.mxfp4_sm90.split_k_gemm as tiled
-
-    n, mode = problem.out_features, problem.activation_scale_mode
-    weight = aligned(weight)
-    x, bias = walkable(x, bias)
-    return tiled.multiply_few(x, weight.qdata, weight.scale, bias, n, mode, problem.dtype, rotated=_rotated(problem))
-
-
-def ready_for_kernels(multiply: Multiply) -> Multiply:
-    """Decorates the function of a route: it runs on the device of its operands, which it gets as kernels take them."""
+def kernel_ready(multiply: Multiply) -> Multiply:
+    """Decorates the function of a `KernelChoice`: it runs on the device of its operands, contiguous and aligned."""
 
     @functools.wraps(multiply)
     def run(x: Tensor, weight: Operand, bias: Tensor | None, problem: Problem) -> Tensor:
         with torch.cuda.device_of(x):
-            x, bias = walkable(x, bias)
-            return multiply(x, aligned(weight), bias, problem)
+            x, bias = ensure_contiguous(x, bias)
+            return multiply(x, ensure_aligned(weight), bias, problem)
 
     return run
 
 
-@ready_for_kernels
-def multiply_specialized(x: Tensor, weight: Operand, bias: Tensor | None, problem: Problem) -> Tensor:
-    """`Backend.matmul` by a kernel that decodes and multiplies at the same time."""
-    import mxquant.kernels.mxfp4_sm90.persistent_gemm as tiled
+def prologue_of(problem: Problem) -> Prologue:
+    """What kernels do to the activations of a problem. A rotation is theirs only where the input is quantized."""
+    # NOTE: imported here, as below, since it imports triton, which is not everywhere. `from` would take several times
+    # as long.
+    import mxquant.kernels.mxfp4_sm90.activation as activation
 
-    n, mode, rotated = problem.out_features, problem.activation_scale_mode, _rotated(problem)
-    return tiled.multiply_many(x, weight.qdata, weight.scale, bias, n, mode, problem.dtype, rotated=rotated)
-
-
-_FEW, _SPECIALIZED = KernelChoice("few", multiply_few), KernelChoice("specialized", multiply_specialized)
+    rotated = problem.rotation is not None and problem.activation is not None
+    return activation.Prologue(problem.activation_scale_mode, rotated, problem.gate)
 
 
-def choose_from(
-    problem: Problem, rows: int, specialized: range, few: int, expand: KernelChoice
+def multiply_split_k(x: Tensor, weight: Operand, bias: Tensor | None, problem: Problem) -> Tensor:
+    """`Backend.matmul` by a kernel that splits K among programs, for few rows."""
+    import mxquant.kernels.mxfp4_sm90.split_k_gemm as gemm
+
+    weight = ensure_aligned(weight)
+    x, bias = ensure_contiguous(x, bias)
+    n, prologue = problem.out_features, prologue_of(problem)
+    return gemm.split_k_gemm(x, weight.qdata, weight.scale, bias, n, prologue, problem.dtype)
+
+
+@kernel_ready
+def multiply_warp_specialized(x: Tensor, weight: Operand, bias: Tensor | None, problem: Problem) -> Tensor:
+    """`Backend.matmul` by a kernel whose warps decode and multiply at the same time."""
+    import mxquant.kernels.mxfp4_sm90.persistent_gemm as gemm
+
+    n, prologue = problem.out_features, prologue_of(problem)
+    return gemm.persistent_gemm(x, weight.qdata, weight.scale, bias, n, prologue, problem.dtype)
+
+
+_SPLIT_K = KernelChoice("split_k", multiply_split_k)
+_WARP_SPECIALIZED = KernelChoice("warp_specialized", multiply_warp_specialized)
+
+
+def order_choices(
+    problem: Problem, rows: int, warp_specialized: range, split_k: int, dequantize: KernelChoice
 ) -> tuple[KernelChoice, ...]:
-    """`TunableBackend.routes`, by what was measured on an H200.
+    """`TunableBackend.kernel_choices`, by what was measured on an H200.
 
     Args:
-        specialized: numbers of rows that decoding and multiplying at the same time is the first choice for, where there
-            is work for the whole device.
-        few: so many rows at most are, elsewhere, for decoding in registers, once for every 128 of them.
-        expand: by a workspace, for the others.
+        warp_specialized: numbers of rows for which that kernel is the default, where there is work for the whole
+            device.
+        split_k: most rows for which, elsewhere, that kernel is the default; it decodes once for every 128 rows.
+        dequantize: the default for more rows.
     """
-    import mxquant.kernels.mxfp4_sm90.persistent_gemm as tiled
+    import mxquant.kernels.mxfp4_sm90.persistent_gemm as gemm
 
     n, k = problem.out_features, problem.in_features
-    if rows in specialized and tiled.keeps_busy(rows, n, k, problem.device):
-        first = _SPECIALIZED
+    if rows in warp_specialized and gemm.fills_device(rows, n, k, problem.device):
+        default = _WARP_SPECIALIZED
     else:
-        first = _FEW if rows <= few else expand
-    there = (_FEW, _SPECIALIZED, expand) if tiled.takes_columns(k) else (_FEW, expand)
-    return first, *(route for route in there if route is not first)
+        default = _SPLIT_K if rows <= split_k else dequantize
+    choices = (_SPLIT_K, _WARP_SPECIALIZED, dequantize) if gemm.supports_k(k) else (_SPLIT_K, dequantize)
+    return default, *(choice for choice in choices if choice is not default)
 
 
 def multiply_groups(x: Tensor, weights: Operand, bias: Tensor | None, groups: Groups, problem: Problem) -> Tensor:
-    """`Backend.grouped_matmul`, without a look at the offsets on the host."""
-    import mxquant.kernels.mxfp4_sm90.grouped_gemm as tiled
-    import mxquant.kernels.mxfp4_sm90.persistent_grouped_gemm as specialized
+    """`Backend.grouped_matmul`, which does not read the offsets on the host."""
+    import mxquant.kernels.mxfp4_sm90.grouped_gemm as split_k
+    import mxquant.kernels.mxfp4_sm90.persistent_grouped_gemm as persistent
 
-    n, mode = problem.out_features, problem.activation_scale_mode
-    places = groups.count(x)
-    if places == 0:
+    n, k = problem.out_features, problem.in_features
+    sorted_rows = groups.count(x)
+    if sorted_rows == 0:
         return x.new_empty(0, n)
-    weights = aligned(weights)
-    x, bias = walkable(x, bias)
-    given = (x, weights.qdata, weights.scale, bias, *groups, n, mode, problem.dtype)
-    if specialized.takes(places, problem.experts, n, problem.in_features, x.device):
+    weights = ensure_aligned(weights)
+    x, bias = ensure_contiguous(x, bias)
+    arguments = (x, weights.qdata, weights.scale, bias, *groups, n, prologue_of(problem), problem.dtype)
+    if persistent.is_faster(sorted_rows, problem.experts, n, k, x.device):
         with torch.cuda.device_of(x):
-            return specialized.multiply_many_groups(*given, gate=problem.gate, rotated=_rotated(problem))
-    return tiled.multiply_groups(*given, gate=problem.gate, rotated=_rotated(problem))
-
-
-def _rotated(problem: Problem) -> bool:
-    """Whether the input is yet to be rotated: where it is quantized, that kernel does so."""
-    return problem.rotation is not None and problem.activation is not None
+            return persistent.persistent_grouped_gemm(*arguments)
+    return split_k.grouped_gemm(*arguments)

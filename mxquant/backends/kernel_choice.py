@@ -1,7 +1,7 @@
-"""A backend that has several ways to compute a product: which take a number of rows, and which of them is taken.
+"""Backends with several kernels for one product, and the choice among them by the number of rows.
 
-That is the one which was measured to be the fastest on this device (`tuned`), else the backend's own first choice. It
-is looked up at every matmul, so an answer is kept.
+The choice is the kernel that was measured to be the fastest on this device (`tuning_cache`), else the backend's
+default. It is needed at every matmul, so it is cached.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from mxquant.backends import tuning_cache as tuned
+from mxquant.backends import tuning_cache
 from mxquant.backends.base import Backend, Operand, Problem
 
 Multiply = Callable[[Tensor, Operand, Tensor | None, Problem], Tensor]
@@ -21,49 +21,52 @@ Multiply = Callable[[Tensor, Operand, Tensor | None, Problem], Tensor]
 
 
 class KernelChoice(NamedTuple):
-    """One way to compute a product. All routes of a backend compute what the problem says, each with the same bits
-    every time; from one to another, the order of sums in fp32 may differ.
+    """One of a backend's kernels for a product.
+
+    Each kernel computes what the problem says, with the same bits every time. The order of fp32 sums may differ from
+    one kernel to another.
     """
 
     name: str
     multiply: Multiply
 
 
-class Choice(NamedTuple):
-    route: KernelChoice
+class Selected(NamedTuple):
+    kernel: KernelChoice
     is_tuned: bool
-    """Whether it was measured to be the fastest; else it is the backend's own first choice."""
+    """Whether it was measured to be the fastest. Else it is the backend's default."""
 
 
 class TunableBackend(Backend):
-    """A backend whose `matmul` takes one of its routes."""
+    """A backend with several kernels for one product. `mxquant.tune` measures which one is the fastest."""
 
     @abc.abstractmethod
-    def routes(self, problem: Problem, rows: int) -> tuple[KernelChoice, ...]:
-        """The routes that compute `rows` rows, 1 or more, of a problem that this backend takes; at least one, and first
-        the one to take where nothing was measured. Equal questions have equal answers, which are kept.
+    def kernel_choices(self, problem: Problem, rows: int) -> tuple[KernelChoice, ...]:
+        """The kernels that compute `rows` rows, 1 or more, of a problem that this backend takes; at least one.
+
+        The first is the default, where nothing was measured. The answer is cached, so it may depend on the arguments
+        alone.
         """
 
     def matmul(self, x: Tensor, weight: Operand, bias: Tensor | None, problem: Problem) -> Tensor:
         rows = x.shape[0]
         if rows == 0:
-            width = problem.out_features if problem.contraction == "blocked" else problem.in_features
-            return x.new_empty(0, width, dtype=problem.dtype)
-        return choose_route(self, problem, rows).route.multiply(x, weight, bias, problem)
+            return x.new_empty(0, problem.width, dtype=problem.dtype)
+        return select_kernel(self, problem, rows).kernel.multiply(x, weight, bias, problem)
 
 
 @functools.lru_cache(maxsize=1 << 14)
-def choose_route(backend: TunableBackend, problem: Problem, rows: int) -> Choice:
-    """The route that `backend.matmul` takes for `rows` rows, 1 or more."""
-    first, *others = backend.routes(problem, rows)
-    fastest = tuned.fastest_route(backend.name, problem, rows)
-    for route in (first, *others):
-        if route.name == fastest:
-            return Choice(route, is_tuned=True)
-    return Choice(first, is_tuned=False)
+def select_kernel(backend: TunableBackend, problem: Problem, rows: int) -> Selected:
+    """The kernel that `backend.matmul` uses for `rows` rows, 1 or more."""
+    choices = backend.kernel_choices(problem, rows)
+    fastest = tuning_cache.fastest_kernel(backend.name, problem, rows)
+    for choice in choices:
+        if choice.name == fastest:
+            return Selected(choice, is_tuned=True)
+    return Selected(choices[0], is_tuned=False)
 
 
-def forget_choices() -> None:
-    """Read what was tuned anew at the next matmul."""
-    tuned.table.cache_clear()
-    choose_route.cache_clear()
+def forget_selected() -> None:
+    """Read the tuning cache anew at the next matmul."""
+    tuning_cache.load_table.cache_clear()
+    select_kernel.cache_clear()

@@ -1,10 +1,10 @@
-"""Which route of a backend was measured to be the fastest: one JSON file a kind of device, in the user's cache.
+"""Which kernel of a backend was measured to be the fastest: one JSON file for each kind of device, in the user's cache.
 
     {"version": 1, "device": "NVIDIA H200", "mxquant": "0.1.0", "torch": "2.11.0", "triton": "3.6.0",
-     "routes": {"fp8 weight=mxfp4 ... out_features=8192 ...": {"1": "few", "64": "specialized"}}}
+     "routes": {"fp8 weight=mxfp4 ... out_features=8192 ...": {"1": "split_k", "64": "warp_specialized"}}}
 
-`mxquant.tune` writes it. It is read once a process, at the first matmul that could use it, which it never fails: a file
-that is damaged, or of another device or other versions, is left unread, with a warning.
+`mxquant.tune` writes the file. A process reads it once, at the first matmul that could use it, and never fails there: a
+file that is damaged, or of another device or other versions, is not used, with a warning.
 """
 
 from __future__ import annotations
@@ -24,61 +24,64 @@ import torch
 from mxquant.backends.base import Problem
 
 Table = Mapping[str, Mapping[int, str]]
-"""Of each product, named by `product_key`, the fastest route for some numbers of rows."""
+"""Of each product, named by `product_key`, the fastest kernel for some numbers of rows."""
 
 _logger = logging.getLogger("mxquant")
 _VERSION = 1
-# These names are in files on users' disks. Device and capability are left out, as a file is of one kind of device;
-# layout, experts and gate, as a route computes one prepared matrix.
+# NOTE: these names and their order are in files on disk. Device and capability are not, as a file is of one kind of
+# device; nor layout, experts and gate, as a kernel choice is for one matrix in the backend's layout.
 _KEY_FIELDS = (
     "weight", "activation", "activation_scale_mode", "static_activation_scale", "out_features", "in_features",
     "block_offset", "dtype", "contraction", "rotation",
 )  # fmt: skip
+# Former names of the kernels of `fp8` and `fp16`, which files may hold.
+_FORMER_NAMES = {"few": "split_k", "specialized": "warp_specialized", "expand": "dequantize"}
 
 
-def fastest_route(backend: str, problem: Problem, rows: int) -> str | None:
-    """Name of the route that was the fastest for the nearest number of rows from `rows` on that was measured.
+def fastest_kernel(backend: str, problem: Problem, rows: int) -> str | None:
+    """The name of the fastest kernel for the smallest measured number of rows that is at least `rows`; None if there is
+    none.
 
-    From above, as kernels compute whole tiles of rows. None beyond the largest, of which nothing is known.
+    NOTE: not the nearest number on either side, as kernels compute whole tiles of rows.
     """
-    measured = table(device_name(problem.device)).get(product_key(backend, problem), {})
+    measured = load_table(device_name(problem.device)).get(product_key(backend, problem), {})
     nearest = min((m for m in measured if m >= rows), default=None)
     return None if nearest is None else measured[nearest]
 
 
 def product_key(backend: str, problem: Problem) -> str:
-    """What is multiplied, in one line."""
+    """A line that names the product of a weight's matrix."""
     return " ".join((backend, *(f"{name}={getattr(problem, name)}" for name in _KEY_FIELDS)))
 
 
 def device_name(device: torch.device) -> str:
-    """The kind of device, as its maker calls it."""
+    """The kind of device, by its vendor's name."""
     if device.type == "cuda" and torch.cuda.is_available():
         return torch.cuda.get_device_name(device)
     return device.type
 
 
 def path_of(device: str) -> Path:
-    """The file of a kind of device: in `$MXQUANT_CACHE`, else `mxquant` in `$XDG_CACHE_HOME`, else in `~/.cache`."""
+    """The file of a kind of device: in `$MXQUANT_CACHE`, else in `mxquant` of `$XDG_CACHE_HOME` or of `~/.cache`."""
     folder = os.environ.get("MXQUANT_CACHE") or os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "mxquant")
     return Path(folder).expanduser() / f"routes-{re.sub('[^a-z0-9]+', '-', device.lower())}.json"
 
 
 @functools.lru_cache(maxsize=64)
-def table(device: str) -> Table:
-    """What was measured on a kind of device; nothing where there is no file, or none that can be used. Never raises."""
+def load_table(device: str) -> Table:
+    """What was measured on a kind of device; empty without a usable file. Never raises."""
     path = path_of(device)
     try:
         return _read(path, device)
     except (OSError, ValueError, RecursionError) as error:
         _logger.warning(
-            "%s is not used, and routes are chosen by default: %s. mxquant.tune(model) writes it anew", path, error
+            "%s is not used, and kernels are chosen by default: %s. mxquant.tune(model) writes it anew", path, error
         )
         return {}
 
 
 def check_writable(path: Path) -> None:
-    """Make the folder of a file that is to be written, and see that it can be locked there.
+    """Make the folder of a file, and check that the file can be locked and written there.
 
     Raises:
         OSError: it cannot.
@@ -96,20 +99,20 @@ def check_writable(path: Path) -> None:
 
 
 def record(device: str, measured: Table) -> Path:
-    """Write what was measured beside what the file holds of this device and these versions; returns its path.
+    """Add what was measured to the file of this device and these versions; returns its path.
 
-    Whoever reads meanwhile finds the old file or the new one, and of two processes that write each one's part is kept.
+    A reader finds the old file or the new one. Of two processes that write at once, both parts are kept.
     """
     path = path_of(device)
     check_writable(path)
     with _lock(path):
         try:
             known = _read(path, device)
-        except (OSError, ValueError, RecursionError):  # of no use to anyone: replaced
+        except (OSError, ValueError, RecursionError):  # not usable: replaced
             known = {}
         products = sorted({*known, *measured})
-        routes = {product: {**known.get(product, {}), **measured.get(product, {})} for product in products}
-        content = json.dumps({**_circumstances(device), "routes": routes}, indent=1) + "\n"
+        merged = {product: {**known.get(product, {}), **measured.get(product, {})} for product in products}
+        content = json.dumps({**_environment(device), "routes": merged}, indent=1) + "\n"
         try:
             _new(path).write_text(content, encoding="utf-8")
             os.replace(_new(path), path)
@@ -119,7 +122,7 @@ def record(device: str, measured: Table) -> Path:
 
 
 def _new(path: Path) -> Path:
-    """Where a file is written before it takes the place of the old one."""
+    """Where a file is written before it replaces the old one."""
     return path.with_suffix(".new")
 
 
@@ -129,7 +132,7 @@ def _cannot_write(path: Path, error: Exception) -> OSError:
 
 
 def _lock(path: Path) -> AbstractContextManager[object]:
-    """Held by one writer of a file at a time."""
+    """The lock of a file's writers."""
     from filelock import FileLock
 
     return FileLock(f"{path}.lock")
@@ -140,7 +143,7 @@ def _read(path: Path, device: str) -> Table:
 
     Raises:
         OSError: the file cannot be read.
-        ValueError, RecursionError: it was written for something else, or is damaged.
+        ValueError, RecursionError: it was written elsewhere, or is damaged.
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -148,21 +151,28 @@ def _read(path: Path, device: str) -> Table:
         return {}
     if not isinstance(content, dict):
         raise ValueError("it holds no JSON object")
-    for what, here in _circumstances(device).items():
+    for what, here in _environment(device).items():
         if content.get(what) != here:
             raise ValueError(f"it was written for {what} {content.get(what)!r}, here is {here!r}")
-    routes = content.get("routes")
-    if not isinstance(routes, dict) or not all(map(_is_measured, routes.values())):
+    products = content.get("routes")
+    if not isinstance(products, dict) or not all(map(_is_measured, products.values())):
         raise ValueError("its routes are damaged")
-    return {product: {int(rows): route for rows, route in measured.items()} for product, measured in routes.items()}
+    return {
+        product: {int(rows): _current_name(product, name) for rows, name in measured.items()}
+        for product, measured in products.items()
+    }
 
 
 def _is_measured(value: object) -> bool:
-    return isinstance(value, dict) and all(rows.isdecimal() and isinstance(route, str) for rows, route in value.items())
+    return isinstance(value, dict) and all(rows.isdecimal() and isinstance(name, str) for rows, name in value.items())
 
 
-def _circumstances(device: str) -> dict[str, int | str]:
-    """What has to be the same for a table to say anything: kernels and cuBLAS are of these versions."""
+def _current_name(product: str, kernel: str) -> str:
+    return _FORMER_NAMES.get(kernel, kernel) if product.startswith(("fp8 ", "fp16 ")) else kernel
+
+
+def _environment(device: str) -> dict[str, int | str]:
+    """What has to be the same for a table to hold: the kernels and cuBLAS are of these versions."""
     versions = {package: _version_of(package) for package in ("mxquant", "torch", "triton")}
     return {"version": _VERSION, "device": device, **versions}
 

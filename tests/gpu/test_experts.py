@@ -93,7 +93,7 @@ def test_a_captured_block_follows_its_routing(activation: str | None, tokens: in
 @pytest.mark.parametrize("rotation", [None, 32])
 @pytest.mark.parametrize("activation", [None, "mxfp4"])
 def test_the_gate_is_no_launch_of_its_own(activation: str | None, rotation: int | None) -> None:
-    """But where a rotation comes between it and a fold that does not rotate; and in a graph the block is the same."""
+    """But where a rotation comes between it and a prologue that does not rotate. In a graph the block is the same."""
     import triton
 
     block = Experts().to("cuda", torch.bfloat16).requires_grad_(False)
@@ -109,7 +109,7 @@ def test_the_gate_is_no_launch_of_its_own(activation: str | None, rotation: int 
     assert torch.equal(y, expected)
     fused = activation is not None or rotation is None
     assert names.count("mxquant_gated_activation") == (0 if fused else 1)
-    assert sum("fold" in name for name in names) == 2
+    assert sum("rescale" in name for name in names) == 2
     compiled = torch.compile(lambda *a: experts_forward(block, *a), fullgraph=True)
     with torch.no_grad():
         y = compiled(x, ids, weights)

@@ -38,7 +38,7 @@ def check(y: Tensor, x: Tensor, weights: MXTensor, bias: Tensor | None, groups: 
 @pytest.mark.parametrize("size", SIZES, ids=str)
 @pytest.mark.parametrize("case", TENSOR_CORE_CASES)
 def test_groups(case: Case, size: tuple[int, ...], device: torch.device) -> None:
-    """With experts that get nothing, ids of other ranks, and a row that does not fold."""
+    """With experts that get nothing, ids of other ranks, and a row out of range."""
     experts, n, k, tokens, choices = size
     weights = stack(case, experts, n, k, device)
     assert explain(weights).chosen == case.backend
@@ -99,7 +99,7 @@ GATED_SIZES = [
 def test_gated_groups(
     case: Case, size: tuple[int, ...], gate: GatedActivation, rotation: int | None, device: torch.device
 ) -> None:
-    """Bit by bit what the gate's own kernel and the product of its rows give, amid poison; with rows that do not fold,
+    """Bit by bit what the gate's own kernel and the product of its rows give, amid poison; with rows out of range,
     NaN and Inf, and rows of no expert. Another gate shows.
     """
     from mxquant.kernels.moe.gated_activation import gated_activation  # imports triton, which is not everywhere

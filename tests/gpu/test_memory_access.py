@@ -61,25 +61,27 @@ def test_quantize_whole_blocks(format: str, dtype: torch.dtype, device: torch.de
 
 
 @pytest.mark.parametrize("columns", [32, 96, 416])
-def test_fold_and_rotate(columns: int, device: torch.device) -> None:
-    from mxquant.kernels.mxfp4_sm90.activation_fp8 import fold_activation_torch, fold_input
+def test_prologue_with_a_rotation(columns: int, device: torch.device) -> None:
+    from mxquant.kernels.mxfp4_sm90.activation import Prologue, rescale_activation
+    from mxquant.reference.rescale import rescale_to_fp8
 
     x = torch.randn(5, columns).bfloat16()
     x[3, 0] = torch.nan
     expected = hadamard(x, 32).bfloat16()
     assert torch.equal(ops.hadamard(x[:3].to(device), 32, torch.bfloat16).cpu(), expected[:3])
     for permute in (False, True):
-        values, scales, before = fold_input(x.to(device), "even", permute=permute, rotated=True)
-        twin, twin_scales = fold_activation_torch(x, "even", permute=permute, rotated=True)
+        prologue = Prologue("even", rotated=True)
+        values, scales, x_pre_quant = rescale_activation(x.to(device), prologue, permute=permute)
+        twin, twin_scales = rescale_to_fp8(x, "even", permute=permute, rotated=True)
         assert torch.equal(values.cpu()[:3].float(), twin[:3].float())
         assert torch.equal(scales.cpu().nan_to_num(), twin_scales.nan_to_num())
-        assert torch.equal(before.cpu()[3].nan_to_num(), expected[3].nan_to_num())
+        assert torch.equal(x_pre_quant.cpu()[3].nan_to_num(), expected[3].nan_to_num())
 
 
 @pytest.mark.parametrize("columns", [32, 96, 416, 16640])
-def test_gate_and_fold(columns: int, device: torch.device) -> None:
+def test_prologue_with_a_gate(columns: int, device: torch.device) -> None:
     from mxquant.kernels.moe.gated_activation import gated_activation
-    from mxquant.kernels.mxfp4_sm90.activation_fp8 import fold_input
+    from mxquant.kernels.mxfp4_sm90.activation import Prologue, rescale_activation
 
     for known, mode, turned in itertools.product(
         (GatedActivation(False), GatedActivation(True, 7.0, 1.702)), ("even", None), (False, True)
@@ -89,12 +91,12 @@ def test_gate_and_fold(columns: int, device: torch.device) -> None:
         both = torch.randn(5, 2 * columns, device=device).bfloat16()
         both[3, 0] = torch.nan
         gated = gated_activation(both, known)
-        values, scales, before = fold_input(both, mode, permute=True, rotated=turned, gate=known)
-        expected, expected_scales, _ = fold_input(gated, mode, permute=True, rotated=turned)
+        values, scales, x_pre_quant = rescale_activation(both, Prologue(mode, turned, known), permute=True)
+        expected, expected_scales, _ = rescale_activation(gated, Prologue(mode, turned), permute=True)
         assert torch.equal(values[:3].float(), expected[:3].float())
         assert torch.equal(scales.nan_to_num(), expected_scales.nan_to_num())
         kept = ops.hadamard(gated[3:4], 32, torch.bfloat16)[0] if turned else gated[3]
-        assert torch.equal(before[3].nan_to_num(), kept.nan_to_num())
+        assert torch.equal(x_pre_quant[3].nan_to_num(), kept.nan_to_num())
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -137,8 +139,8 @@ def test_products(case: Case, rows: int, device: torch.device) -> None:
         case.check(F.linear(x, weight, bias), x, weight, bias)
 
 
-@pytest.mark.parametrize("kernel", ["fold mxfp4", "fold bfloat16"])
-def test_fold(kernel: str, device: torch.device) -> None:
+@pytest.mark.parametrize("kernel", ["rescale mxfp4", "rescale bfloat16"])
+def test_prologue(kernel: str, device: torch.device) -> None:
     from kernels.every_kernel import KERNELS, assert_same_bits
 
     for length in (96, 128, 384, 16384 + 96):

@@ -1,4 +1,4 @@
-"""The grouped kernel whose warps have roles (`mxquant.kernels.mxfp4_sm90.persistent_grouped_gemm`), called as such."""
+"""The persistent kernel on groups (`mxquant.kernels.mxfp4_sm90.persistent_grouped_gemm`), called directly."""
 
 from typing import Any
 
@@ -22,7 +22,7 @@ pytestmark = [
 
 MODES = pytest.mark.parametrize("mode", ["even", None], ids=["fp8", "fp16"])
 ROWS = pytest.mark.parametrize("rows", [32, 64, 128])
-# N, whole and in part of a program's 256, and K: with every rest of 256 columns that the kernel takes.
+# N, whole and in part of a program's 256, and K: with every tail that the kernel takes.
 SIZES = [(256, 256), (320, 512), (64, 320), (192, 384), (512, 448), (320, 2880)]
 # Rows of each group, and how many belong to none: a tile's rows, one more, one fewer; empty ones; all in one; none.
 GROUPINGS = [([31, 0, 129, 64, 1, 0], 7), ([128, 65, 63, 32], 0), ([0, 300, 0], 0), ([1], 0), ([0, 0, 0, 0], 50),
@@ -44,10 +44,11 @@ def groups_of(sizes: list[int], beyond: int, gathered_from: int | None, device: 
 
 
 def multiply(x: Tensor, weights: MXTensor, bias: Tensor | None, groups: Groups, mode: str | None) -> Tensor:
-    from mxquant.kernels.mxfp4_sm90.persistent_grouped_gemm import multiply_many_groups
+    from mxquant.kernels.mxfp4_sm90.activation import Prologue  # imports triton, which is not everywhere
+    from mxquant.kernels.mxfp4_sm90.persistent_grouped_gemm import persistent_grouped_gemm
 
-    words, bytes_ = weights.qdata, weights.scale
-    return multiply_many_groups(x, words, bytes_, bias, *groups, weights.shape[1], mode, torch.bfloat16)
+    n, prologue = weights.shape[1], Prologue(mode)
+    return persistent_grouped_gemm(x, weights.qdata, weights.scale, bias, *groups, n, prologue, torch.bfloat16)
 
 
 def check(y: Tensor, x: Tensor, weights: MXTensor, bias: Tensor | None, groups: Groups, mode: str | None) -> None:
@@ -67,9 +68,9 @@ def rolled(weights: MXTensor) -> MXTensor:
 @pytest.fixture
 def with_rows(monkeypatch: pytest.MonkeyPatch, rows: int) -> int:
     """So many rows in a tile, whatever the groups."""
-    from mxquant.kernels.mxfp4_sm90 import persistent_grouped_gemm as grouped_specialized
+    from mxquant.kernels.mxfp4_sm90 import persistent_grouped_gemm
 
-    monkeypatch.setattr(grouped_specialized, "_rows_of", lambda mean, fp16: rows)
+    monkeypatch.setattr(persistent_grouped_gemm, "_group_block_m", lambda mean_rows, fp16: rows)
     return rows
 
 
@@ -102,7 +103,7 @@ def test_every_grouping(gathered: bool, mode: str | None, device: torch.device) 
 @MODES
 @ROWS
 @pytest.mark.usefixtures("with_rows")
-def test_rows_that_do_not_fold(mode: str | None, device: torch.device) -> None:
+def test_rows_out_of_range(mode: str | None, device: torch.device) -> None:
     """In several groups, one after the other and far between, with the bias once."""
     sizes = [20, 3, 0, 150, 90]
     weights = stack(5, 320, 448, mode, device)
@@ -120,9 +121,10 @@ def test_rows_that_do_not_fold(mode: str | None, device: torch.device) -> None:
 
 
 @MODES
-def test_the_same_bits_every_time_and_the_old_kernel_agrees(mode: str | None, device: torch.device) -> None:
-    """As at a layer of gpt-oss: what both kernels round to bf16 differs by a rounding."""
-    from mxquant.kernels.mxfp4_sm90.grouped_gemm import multiply_groups
+def test_results_are_deterministic_and_those_of_the_split_k_kernel(mode: str | None, device: torch.device) -> None:
+    """At the sizes of gpt-oss. Both kernels are within the bounds."""
+    from mxquant.kernels.mxfp4_sm90.activation import Prologue
+    from mxquant.kernels.mxfp4_sm90.grouped_gemm import grouped_gemm
 
     weights = stack(16, 2880, 2880, mode, device)
     ids = torch.randint(0, 16, (1200,), device=device)
@@ -131,25 +133,25 @@ def test_the_same_bits_every_time_and_the_old_kernel_agrees(mode: str | None, de
     first = multiply(x, weights, None, groups, mode)
     for _ in range(20):
         assert torch.equal(multiply(x, weights, None, groups, mode), first)
-    given = (x, weights.qdata, weights.scale, None, *groups, 2880, mode, torch.bfloat16)
+    given = (x, weights.qdata, weights.scale, None, *groups, 2880, Prologue(mode), torch.bfloat16)
     check(first, x, weights, None, groups, mode)
-    check(multiply_groups(*given), x, weights, None, groups, mode)
+    check(grouped_gemm(*given), x, weights, None, groups, mode)
 
 
 @pytest.mark.parametrize("activation", ["mxfp4", None])
 def test_backends_choose_it_for_many_rows_a_group(
     activation: str | None, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from mxquant.kernels.mxfp4_sm90 import persistent_grouped_gemm as grouped_specialized
+    from mxquant.kernels.mxfp4_sm90 import persistent_grouped_gemm
 
     used = []
-    original = grouped_specialized.multiply_many_groups
+    original = persistent_grouped_gemm.persistent_grouped_gemm
 
     def noting(x: Tensor, *arguments: Any, **options: Any) -> Tensor:
         used.append(x.shape[0])
         return original(x, *arguments, **options)
 
-    monkeypatch.setattr(grouped_specialized, "multiply_many_groups", noting)
+    monkeypatch.setattr(persistent_grouped_gemm, "persistent_grouped_gemm", noting)
     # Of 6,656 weight rows there are 104 tiles for the 132 multiprocessors of an H200, of 64 there are 4.
     for n, k, rows, chosen in (
         (6656, 320, 400, True),

@@ -1,4 +1,4 @@
-"""Rotated weights on every backend of a GPU: their inputs are rotated once, where they are folded or before."""
+"""Rotated weights on every backend of a GPU: their inputs are rotated once, by the prologue or before it."""
 
 import pytest
 import torch
@@ -31,7 +31,7 @@ def weight(w: Tensor, activation: str | None, backend: str) -> MXTensor:
     [("fp8", "mxfp4"), ("fp16", None), ("triton", "mxfp4"), ("triton", None), ("emulation", "mxfp4")],
 )
 def test_products_of_rotated_operands(backend: str, activation: str | None, rows: int, device: torch.device) -> None:
-    """Rows that do not fold stand beside such that do."""
+    """Rows in range and out of range."""
     w, x = torch.randn(2048, 512).bfloat16(), torch.randn(rows, 512).bfloat16()
     x[rows // 2, :32] *= 2.0**-60
     chosen = weight(w.to(device), activation, backend)

@@ -10,15 +10,11 @@ from torch import Tensor
 from mxquant.formats import FORMATS, WEIGHT_FORMATS, get_format
 from mxquant.formats.block import dequantize_blocks
 from mxquant.formats.block import quantize_blocks as quantize_twin
-from mxquant.kernels.mxfp4_sm90.activation_fp8 import (
-    fold_activation,
-    fold_activation_torch,
-    fold_bfloat16,
-    fold_bfloat16_torch,
-)
+from mxquant.kernels.mxfp4_sm90.activation import Prologue, rescale_activation
 from mxquant.kernels.quantize import dequantize, fake_quantize, strided
 from mxquant.reference.fake_quantize import fake_quantize as fake_quantize_twin
 from mxquant.reference.lookup import decoded_rows
+from mxquant.reference.rescale import rescale_to_fp8, rescale_to_fp16
 
 Pairs = Iterator[tuple[Tensor, Tensor]]
 Run = Callable[[Tensor, "str | None"], Pairs]
@@ -70,23 +66,24 @@ def _fake_quantize(name: str) -> Run:
     return run
 
 
-def _fold(x: Tensor, mode: str | None) -> Pairs:
+def _rescale_to_fp8(x: Tensor, mode: str | None) -> Pairs:
     for permute in (False, True):
-        ours = fold_activation(x, mode or "even", permute=permute)
-        yield from _folded(ours, fold_activation_torch(x.cpu(), mode or "even", permute=permute))
+        values, scales, _ = rescale_activation(x, Prologue(mode or "even"), permute=permute)
+        yield from _rescaled((values, scales), rescale_to_fp8(x.cpu(), mode or "even", permute=permute))
 
 
-def _fold_bfloat16(x: Tensor, mode: str | None) -> Pairs:
-    yield from _folded(fold_bfloat16(x), fold_bfloat16_torch(x.cpu()))
+def _rescale_to_fp16(x: Tensor, mode: str | None) -> Pairs:
+    values, scales, _ = rescale_activation(x, Prologue(None), permute=True)
+    yield from _rescaled((values, scales), rescale_to_fp16(x.cpu()))
 
 
-def _folded(ours: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) -> Pairs:
-    """Scales, which tell the rows that do not fold; of those that do, values but for the sign of zero, which no product
-    shows.
+def _rescaled(ours: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) -> Pairs:
+    """Row scales, which are NaN for rows out of range; and the values of the other rows, but for the sign of zero,
+    which no product shows.
     """
     yield ours[1], expected[1]
-    fit = ~expected[1].squeeze(1).isnan()
-    yield ours[0].cpu()[fit].float() + 0.0, expected[0][fit].float() + 0.0
+    in_range = ~expected[1].squeeze(1).isnan()
+    yield ours[0].cpu()[in_range].float() + 0.0, expected[0][in_range].float() + 0.0
 
 
 KERNELS: dict[str, Run] = {
@@ -94,8 +91,8 @@ KERNELS: dict[str, Run] = {
     **{f"dequantize {name}": _dequantize(name) for name in dequantize.FORMATS},
     **{f"lookup {name}": _lookup(name) for name in WEIGHT_FORMATS},
     **{f"fake_quantize {name}": _fake_quantize(name) for name in fake_quantize.FORMATS},
-    "fold mxfp4": _fold,
-    "fold bfloat16": _fold_bfloat16,
+    "rescale mxfp4": _rescale_to_fp8,
+    "rescale bfloat16": _rescale_to_fp16,
 }
 
 
@@ -110,7 +107,7 @@ def modes_of(kernel: str) -> tuple[str | None, ...]:
 
 def takes(kernel: str, x: Tensor) -> bool:
     """Whether the kernel reads activations of this dtype and width."""
-    dtypes = {"fold mxfp4": (torch.bfloat16, torch.float16), "fold bfloat16": (torch.bfloat16,)}
+    dtypes = {"rescale mxfp4": (torch.bfloat16, torch.float16), "rescale bfloat16": (torch.bfloat16,)}
     return kernel not in dtypes or (x.dtype in dtypes[kernel] and x.shape[1] % 32 == 0)
 
 

@@ -1,7 +1,7 @@
-"""The eight codes of a tiled 32-bit word (`tiles`) as FP8 bytes or FP16, by tables of a block's eight magnitudes.
+"""Decode the eight codes of a packed 32-bit word (`layout`) to FP8 or FP16, by a table of the block's eight magnitudes.
 
-In PTX, a byte permute looks four codes up at once. FP16 values of E5M2 are that byte and a zero byte. For Triton's
-interpreter, which has no PTX, the same is written out.
+In PTX, one byte permute looks up four codes. An E5M2 byte above a zero byte is the same value in FP16. Triton's
+interpreter has no PTX, so there the look-up is written out.
 """
 
 from __future__ import annotations
@@ -12,8 +12,10 @@ import triton.language as tl
 from mxquant.kernels.primitives.numerics import INTERPRETED
 
 
-def _look_up(first: str, last: str, word: str, low: str, high: str) -> str:
-    """PTX: FP8 bytes of a word's codes 0-3 and 4-7; `low` and `high` hold those of the magnitudes 0-3 and 4-7."""
+def _lookup_ptx(first: str, last: str, word: str, low: str, high: str) -> str:
+    """PTX that sets `first` and `last` to the FP8 bytes of a word's codes 0-3 and 4-7. `low` and `high` are the tables
+    of the magnitudes 0-3 and 4-7.
+    """
     return f"""
         .reg .b32 index, upper, sign;
         and.b32 index, {word}, 0x77777777;
@@ -26,12 +28,12 @@ def _look_up(first: str, last: str, word: str, low: str, high: str) -> str:
     """
 
 
-# A word comes as four bytes or as two halves, and its tables once for each of them.
-BYTES_PTX = tl.constexpr("{" + _look_up("$0", "$1", "$2", "$3", "$7") + "}")
-# Bytes 0 and 2, and 1 and 3, each widened to two FP16. Multiplications, as the logic unit is what the kernel waits for.
-HALVES_PTX = tl.constexpr(
+# Triton passes a word as four bytes or as two 16-bit halves, and the tables once for each of them.
+DECODE_FP8_PTX = tl.constexpr("{" + _lookup_ptx("$0", "$1", "$2", "$3", "$7") + "}")
+# Bytes 0 and 2, then 1 and 3, are widened to FP16. NOTE: by multiplications, as the kernel is bound by the logic unit.
+DECODE_FP16_PTX = tl.constexpr(
     "{ .reg .b32 first, last, even0, even1;"
-    + _look_up("first", "last", "$4", "$5", "$7")
+    + _lookup_ptx("first", "last", "$4", "$5", "$7")
     + """
         and.b32 even0, first, 0x00FF00FF;
         and.b32 even1, last, 0x00FF00FF;
@@ -44,47 +46,54 @@ HALVES_PTX = tl.constexpr(
 
 
 @triton.jit
-def tables(exponent: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
-    """The magnitudes 0-3 and 4-7 of blocks: E5M2 bytes of 0, 0.5, 1, 1.5 and of 2, 3, 4, 6 times 2^(exponent - 14)."""
+def magnitude_tables(exponent: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
+    """The tables of blocks, int32: E5M2 bytes of 0, 0.5, 1, 1.5 and of 2, 3, 4, 6, times 2^(exponent - 14)."""
     return exponent * 0x04040400 + 0x06040000, exponent * 0x04040404 + 0x0E0C0A08
 
 
 @triton.jit
-def decode_bytes(word: tl.tensor, low: tl.tensor, high: tl.tensor) -> tuple[tl.tensor, ...]:
-    """Four bytes of a word to 2 x 4 FP8 bytes: those of its codes 0-3, and 4-7.
+def decode_fp8(word: tl.tensor, low: tl.tensor, high: tl.tensor) -> tuple[tl.tensor, ...]:
+    """Decode words, given as four bytes each, to the FP8 bytes of their codes 0-3 and of their codes 4-7.
 
     Args:
-        word: uint8, whose last axis is made of whole words; low, high: int32 tables, the same for a word's bytes.
+        word: uint8; the last axis holds whole words.
+        low, high: `magnitude_tables`, repeated for each byte of a word.
     """
     if INTERPRETED:
-        return _byte_of_code(_word_of(word, 4), low, high, 0), _byte_of_code(_word_of(word, 4), low, high, 4)
+        return _fp8_bytes(_join_word(word, 4), low, high, 0), _fp8_bytes(_join_word(word, 4), low, high, 4)
     else:
         return tl.inline_asm_elementwise(
-            BYTES_PTX, "=&r,=&r,r,r,r,r,r,r,r,r,r", [word, low, high], dtype=(tl.uint8, tl.uint8), is_pure=True, pack=4
+            DECODE_FP8_PTX,
+            "=&r,=&r,r,r,r,r,r,r,r,r,r",
+            [word, low, high],
+            dtype=(tl.uint8, tl.uint8),
+            is_pure=True,
+            pack=4,
         )
 
 
 @triton.jit
-def decode_halves(word: tl.tensor, low: tl.tensor, high: tl.tensor) -> tuple[tl.tensor, ...]:
-    """Two halves of a word to 4 x 2 FP16: codes 0 and 2, 1 and 3, 4 and 6, 5 and 7.
+def decode_fp16(word: tl.tensor, low: tl.tensor, high: tl.tensor) -> tuple[tl.tensor, ...]:
+    """Decode words, given as two halves each, to FP16: codes 0 and 2, 1 and 3, 4 and 6, 5 and 7.
 
     Args:
-        word: uint16, whose last axis is made of whole words; low, high: as for `decode_bytes`.
+        word: uint16; the last axis holds whole words.
+        low, high: `magnitude_tables`, repeated for each half of a word.
     """
     if INTERPRETED:
-        whole = _word_of(word, 2)
-        even0, odd0 = _half_of_code(whole, low, high, 0), _half_of_code(whole, low, high, 1)
-        return even0, odd0, _half_of_code(whole, low, high, 4), _half_of_code(whole, low, high, 5)
+        whole = _join_word(word, 2)
+        even0, odd0 = _fp16_values(whole, low, high, 0), _fp16_values(whole, low, high, 1)
+        return even0, odd0, _fp16_values(whole, low, high, 4), _fp16_values(whole, low, high, 5)
     else:
         return tl.inline_asm_elementwise(
-            HALVES_PTX, "=&r,=&r,=&r,=&r,r,r,r,r,r", [word, low, high],
+            DECODE_FP16_PTX, "=&r,=&r,=&r,=&r,r,r,r,r,r", [word, low, high],
             dtype=(tl.float16, tl.float16, tl.float16, tl.float16), is_pure=True, pack=2,
         )  # fmt: skip
 
 
 @triton.jit
-def _word_of(part: tl.tensor, PARTS: tl.constexpr) -> tl.tensor:
-    """The int32 word that each of its parts belongs to, in the shape of the parts [R, T, U]."""
+def _join_word(part: tl.tensor, PARTS: tl.constexpr) -> tl.tensor:
+    """For each of the parts [R, T, U] of words, the whole int32 word that it belongs to."""
     R: tl.constexpr = part.shape[0]
     T: tl.constexpr = part.shape[1]
     WORDS: tl.constexpr = part.shape[2] // PARTS
@@ -94,8 +103,8 @@ def _word_of(part: tl.tensor, PARTS: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
-def _code_byte(word: tl.tensor, low: tl.tensor, high: tl.tensor, code: tl.tensor) -> tl.tensor:
-    """The FP8 byte of a word's code, int32."""
+def _fp8_of_code(word: tl.tensor, low: tl.tensor, high: tl.tensor, code: tl.tensor) -> tl.tensor:
+    """The FP8 byte of one code of each word, as int32."""
     magnitude = (word >> (4 * code)) & 7
     byte = (tl.where(magnitude < 4, low, high) >> (8 * (magnitude & 3))) & 0xFF
     sign = (word >> (8 * (code & 3) + 3 + 4 * (code >> 2))) & 1
@@ -103,12 +112,12 @@ def _code_byte(word: tl.tensor, low: tl.tensor, high: tl.tensor, code: tl.tensor
 
 
 @triton.jit
-def _byte_of_code(word: tl.tensor, low: tl.tensor, high: tl.tensor, FIRST: tl.constexpr) -> tl.tensor:
+def _fp8_bytes(word: tl.tensor, low: tl.tensor, high: tl.tensor, FIRST: tl.constexpr) -> tl.tensor:
     part = tl.arange(0, word.shape[2])[None, None, :]
-    return _code_byte(word, low, high, FIRST + part % 4).to(tl.uint8)
+    return _fp8_of_code(word, low, high, FIRST + part % 4).to(tl.uint8)
 
 
 @triton.jit
-def _half_of_code(word: tl.tensor, low: tl.tensor, high: tl.tensor, FIRST: tl.constexpr) -> tl.tensor:
+def _fp16_values(word: tl.tensor, low: tl.tensor, high: tl.tensor, FIRST: tl.constexpr) -> tl.tensor:
     part = tl.arange(0, word.shape[2])[None, None, :]
-    return (_code_byte(word, low, high, FIRST + 2 * (part % 2)) << 8).to(tl.int16).to(tl.float16, bitcast=True)
+    return (_fp8_of_code(word, low, high, FIRST + 2 * (part % 2)) << 8).to(tl.int16).to(tl.float16, bitcast=True)

@@ -1,134 +1,116 @@
-"""Rows sorted by expert times a stack of tiled MXFP4 weights, each group with its own matrix (`tiled_decode`).
+"""Rows sorted by expert times a stack of packed MXFP4 weights, each group with its own matrix: a grouped split-K GEMM.
 
-No program's work is decided on the host: as many programs are launched as any grouping could need, each finds its
-group from the offsets, and the rest return at once. Rows are gathered as they are loaded, so that a token that goes to
-several experts is folded once.
+No program's work is decided on the host. As many programs are launched as any grouping could need. Each finds its group
+from the offsets, and those without one return at once. Rows are gathered as they are loaded, so that a token of several
+experts goes through the prologue once.
 
-Shape suffixes: T input rows, S sorted places, E matrices, N weight rows, K columns.
+Shape suffixes: T input rows, S sorted rows, E experts, N weight rows, K columns.
 """
 
 from __future__ import annotations
 
 import functools
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from mxquant.kernels.mxfp4_sm90.activation_fp8 import any_unfit, folding, row_factor
-from mxquant.kernels.mxfp4_sm90.load import exact_tile, highest_exponent, store_tile
-from mxquant.kernels.mxfp4_sm90.mainloop import TOP, columns_of, tile_product
-from mxquant.kernels.mxfp4_sm90.split_k_gemm import adding, arrange, shape_for
+from mxquant.kernels.mxfp4_sm90.activation import Prologue
+from mxquant.kernels.mxfp4_sm90.exact_fallback import any_out_of_range, exact_tile
+from mxquant.kernels.mxfp4_sm90.load import PackedWeight, load_max_exponent, row_scale_of
+from mxquant.kernels.mxfp4_sm90.mainloop import TOP_EXPONENT, Split, mainloop, split_range
+from mxquant.kernels.mxfp4_sm90.split_k_gemm import GemmSpec, choose_config, plan_gemm, store_output
 from mxquant.kernels.primitives.pdl import gdc_launch_dependents, gdc_wait
 from mxquant.kernels.runtime.launch import cached_launch, cdiv, next_power_of_2
-from mxquant.kernels.runtime.plan import Buffer, Kind, Plan, Step, kind
-from mxquant.reference.gated_activation import GatedActivation
+from mxquant.kernels.runtime.plan import Kind, Plan, kind
 
 
-def multiply_groups(
+class GroupSpec(NamedTuple):
+    """What a plan of groups is kept by, beside `GemmSpec`."""
+
+    experts: int
+    sorted_rows: int
+    offsets: Kind | None
+    rows: Kind | None
+
+
+def grouped_gemm(
     x_TK: Tensor,
-    words: Tensor,
-    bytes_: Tensor,
+    w_packed: Tensor,
+    w_scale: Tensor,
     bias_EN: Tensor | None,
     offsets_E: Tensor,
     rows_S: Tensor | None,
     n: int,
-    scale_mode: str | None,
+    prologue: Prologue,
     dtype: torch.dtype,
-    *,
-    gate: GatedActivation | None = None,
-    rotated: bool = False,
 ) -> Tensor:
     """The products [S, N] in `dtype`; zero beyond the last group.
 
     Args:
         x_TK: bf16 (or fp16 where it is quantized), last axis contiguous; bf16 [T, 2K] with a gate.
-        words, bytes_: of `pack_tiles`, of a stack of E matrices.
+        w_packed, w_scale: of `pack_weight`, of a stack of E matrices.
         bias_EN: any float dtype, or None.
         offsets_E: int32, where each group ends.
-        rows_S: int64, the row of `x_TK` at each place, one or more; None: places are rows.
-        scale_mode: of MXFP4 activations; None: they are not quantized.
-        gate: what `x_TK` goes through first.
-        rotated: rotate bf16 activations before they are quantized.
+        rows_S: int64, the input row of each sorted row, one or more; None: the input is sorted.
+        prologue: what happens to `x_TK` first.
     """
-    gathered = None if rows_S is None else rows_S.shape[0]
-    kinds = x_TK.dtype, kind(offsets_E), kind(rows_S), kind(bias_EN)
     (t, width), (x_stride, _) = x_TK.shape, x_TK.stride()
-    k = width if gate is None else width // 2
-    plan = _plan(t, k, n, offsets_E.shape[0], x_stride, gathered, *kinds, scale_mode, gate, rotated, dtype, x_TK.device)
-    given = (x_TK, words, bytes_, offsets_E, rows_S, bias_EN)
-    return plan(*(tensor for tensor in given if tensor is not None))
+    k = width if prologue.gate is None else width // 2
+    spec = GemmSpec(t, n, k, x_stride, x_TK.dtype, kind(bias_EN), prologue, dtype, x_TK.device)
+    s = t if rows_S is None else rows_S.shape[0]
+    plan = _plan(spec, GroupSpec(offsets_E.shape[0], s, kind(offsets_E), kind(rows_S)))
+    tensors = (x_TK, w_packed, w_scale, offsets_E, rows_S, bias_EN)
+    return plan(*(tensor for tensor in tensors if tensor is not None))
 
 
 @functools.lru_cache(maxsize=4096)
-def _plan(
-    t: int,
-    k: int,
-    n: int,
-    experts: int,
-    x_stride: int,
-    gathered: int | None,
-    x_dtype: torch.dtype,  # as the kinds, also what kernels are compiled for
-    offsets: Kind | None,
-    rows: Kind | None,
-    bias: Kind | None,
-    scale_mode: str | None,
-    gate: GatedActivation | None,
-    rotated: bool,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> Plan:
-    s = t if gathered is None else gathered
-    shape = shape_for(cdiv(s, min(s, experts)), scale_mode is not None)
-    # Every group has at most one tile of rows that is not full; the rows beyond the last one are a group as well.
-    row_tiles = s // shape.rows_M + min(s, experts + 1)
-    tiles, split = arrange(n, k, row_tiles, shape)
-    between, fold = folding(t, k, x_stride, scale_mode, gate=gate, rotated=rotated)
-    x, stride = ("before", k) if "before" in between else ("x", x_stride)
-    sums, add = adding(split, s, n)
-    has_rows, has_bias = rows is not None, bias is not None
-    multiply = Step(
-        _multiply_groups_kernel,
-        (n // (64 * tiles), split, row_tiles),
-        ("words", "bytes", "values", "row_scale", x, "offsets", "rows" if has_rows else "offsets",
-         "bias" if has_bias else "y", "partial" if add else "y", s, n, k, stride, experts),
-        {"GROUPS": next_power_of_2(experts + 1), "BM": shape.rows_M, "TILES": tiles, "REST": k // 32 % 8,
-         "BK": shape.columns_K, "PROMOTE": shape.promote, "GATHER": has_rows,
-         "HAS_BIAS": has_bias, "MODE": scale_mode, "num_warps": 4, "num_stages": 3,
-         "maxnreg": 128 if shape.rows_M == 16 else None, "launch_pdl": True},
+def _plan(spec: GemmSpec, groups: GroupSpec) -> Plan:
+    s, experts = groups.sorted_rows, groups.experts
+    config = choose_config(cdiv(s, min(s, experts)), spec.prologue)
+    config = config._replace(max_registers=128 if config.block_m == 16 else None)
+    # Every group has at most one tile of rows that is not full. The rows beyond the last one are a group as well.
+    row_tiles = s // config.block_m + min(s, experts + 1)
+    return plan_gemm(
+        mxquant_mxfp4_grouped_gemm, spec, config, s, row_tiles,
+        group_tensors={"offsets": groups.offsets, "rows": groups.rows}, group_sizes=(experts,),
+        group_constants={"GROUPS": next_power_of_2(experts + 1), "GATHER": groups.rows is not None},
     )  # fmt: skip
-    given = "x", "words", "bytes", "offsets", *(("rows",) if has_rows else ()), *(("bias",) if has_bias else ())
-    return Plan(given, ("y", Buffer((s, n), dtype)), between | sums, [fold, multiply, *add], device)
 
 
 @triton.jit
 def find_group(
-    offsets: tl.tensor, slot: tl.tensor, S: tl.tensor, E: tl.tensor, GROUPS: tl.constexpr, BM: tl.constexpr
+    offsets: tl.tensor, row_tile: tl.tensor, S: tl.tensor, E: tl.tensor, GROUPS: tl.constexpr, BM: tl.constexpr
 ) -> tuple[tl.tensor, ...]:
-    """The group of a slot, E for the rows beyond the last; where its rows of the slot, its own, and the next one's
-    begin; and how many slots the groups have. All past the end: group > E."""
+    """The group of a row tile, where row tiles are numbered group by group.
+
+    Returns:
+        the group: E for the rows beyond the last group, more for a tile past the end; where the tile's rows begin;
+        where the group begins and ends; how many row tiles all groups have.
+    """
     group = tl.arange(0, GROUPS)
     end = tl.minimum(tl.load(offsets + group, mask=group < E, other=S), S)
     start = tl.where(group == 0, 0, tl.load(offsets + group - 1, mask=(group > 0) & (group <= E), other=S))
-    slots = (tl.maximum(end - start, 0) + BM - 1) // BM
-    ends = tl.cumsum(slots, 0)
-    found = tl.sum((ends <= slot).to(tl.int32), 0)
+    tiles = (tl.maximum(end - start, 0) + BM - 1) // BM
+    ends = tl.cumsum(tiles, 0)
+    found = tl.sum((ends <= row_tile).to(tl.int32), 0)
     is_it = group == found
     start_of = tl.sum(tl.where(is_it, start, 0), 0)
-    first = start_of + tl.sum(tl.where(is_it, slot - ends + slots, 0), 0) * BM
-    used = tl.sum(tl.where(group < E, slots, 0), 0)
+    first = start_of + tl.sum(tl.where(is_it, row_tile - ends + tiles, 0), 0) * BM
+    used = tl.sum(tl.where(group < E, tiles, 0), 0)
     return found, first, start_of, tl.sum(tl.where(is_it, end, 0), 0), used
 
 
 @cached_launch
 @triton.jit
-def _multiply_groups_kernel(
-    words: tl.tensor,
-    scale_bytes: tl.tensor,
+def mxquant_mxfp4_grouped_gemm(
+    w_packed: tl.tensor,
+    w_scale: tl.tensor,
     x: tl.tensor,
     x_scale: tl.tensor,
-    x_before: tl.tensor,
+    x_pre_quant: tl.tensor,
     offsets: tl.tensor,
     rows: tl.tensor,
     bias: tl.tensor,
@@ -140,7 +122,7 @@ def _multiply_groups_kernel(
     E: tl.tensor,
     GROUPS: tl.constexpr,
     BM: tl.constexpr,
-    REST: tl.constexpr,
+    K_TAIL: tl.constexpr,
     TILES: tl.constexpr,
     BK: tl.constexpr,
     PROMOTE: tl.constexpr,
@@ -148,29 +130,31 @@ def _multiply_groups_kernel(
     HAS_BIAS: tl.constexpr,
     MODE: tl.constexpr,
 ) -> None:
-    part, parts = tl.program_id(1), tl.num_programs(1)
+    BN: tl.constexpr = 64 * TILES
+    weight = PackedWeight(w_packed, w_scale, K)
+    split = Split(tl.program_id(1), tl.num_programs(1))
     expert, first, _start, end, _used = find_group(offsets, tl.program_id(2), S, E, GROUPS, BM)
-    place = first + tl.arange(0, BM)
-    inside = place < end
+    m = first + tl.arange(0, BM)
+    inside = m < end
     gdc_launch_dependents()
-    gdc_wait()  # for the folded activations
-    n = tl.program_id(0) * (64 * TILES) + tl.arange(0, 64 * TILES)
-    y_at = y + part.to(tl.int64) * S * N + place[None, :].to(tl.int64) * N + n[:, None]
+    gdc_wait()  # for the prologue
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    y_at = y + split.split_id.to(tl.int64) * S * N + m[None, :].to(tl.int64) * N + n[:, None]
     if expert < E:
         tile = expert.to(tl.int64) * (N // 64) + tl.program_id(0) * TILES
-        row = tl.load(rows + place, mask=inside, other=0).to(tl.int64) if GATHER else place.to(tl.int64)
+        row = tl.load(rows + m, mask=inside, other=0).to(tl.int64) if GATHER else m.to(tl.int64)
         x_row = x + row * ((K + 127) // 128 * 128)
-        total = tile_product(words, scale_bytes, x_row, inside, tile, part, parts, K, REST, TILES, BK, PROMOTE)
-        w_row = tile * 64 + tl.arange(0, 64 * TILES)
-        total *= row_factor(highest_exponent(scale_bytes, w_row, K), TOP)[:, None]
-        x_factor = tl.load(x_scale + row, mask=inside, other=0.0)
-        store_tile(y_at, total * x_factor[None, :], bias + w_row, inside & (x_factor == x_factor), part, HAS_BIAS)
-        if any_unfit(x_factor):
-            begin, steps = columns_of(part, parts, K)
-            last = tl.where(part == parts - 1, K // 32, (begin + steps) * 8)
-            unfit = x_factor != x_factor
-            total = exact_tile(x_before, words, scale_bytes, w_row, row, unfit, begin * 8, last, K, x_stride, MODE,
-                               64 * TILES, BM)  # fmt: skip
-            store_tile(y_at, total, bias + w_row, unfit, part, HAS_BIAS)
+        total = mainloop(weight, x_row, inside, tile, split, K_TAIL, TILES, BK, PROMOTE)
+        w_row = tile * 64 + tl.arange(0, BN)
+        total *= row_scale_of(load_max_exponent(w_scale, w_row, K), TOP_EXPONENT)[:, None]
+        x_row_scale = tl.load(x_scale + row, mask=inside, other=0.0)
+        total *= x_row_scale[None, :]
+        store_output(y_at, total, bias + w_row, inside & (x_row_scale == x_row_scale), split, HAS_BIAS)
+        if any_out_of_range(x_row_scale):
+            first_step, steps = split_range(split, K)
+            end_block = tl.where(split.split_id == split.num_splits - 1, K // 32, (first_step + steps) * 8)
+            out_of_range = x_row_scale != x_row_scale
+            total = exact_tile(x_pre_quant, x_stride, weight, w_row, row, out_of_range, first_step * 8, end_block, MODE)
+            store_output(y_at, total, bias + w_row, out_of_range, split, HAS_BIAS)
     elif expert == E:
-        tl.store(y_at, tl.zeros((64 * TILES, BM), y.dtype.element_ty), mask=inside[None, :])
+        tl.store(y_at, tl.zeros((BN, BM), y.dtype.element_ty), mask=inside[None, :])

@@ -1,22 +1,23 @@
-"""The arrangement of MXFP4 weights that the decode kernels read: every thread's bytes together, in the order it needs
-them.
+"""The packed layout of MXFP4 weights that the kernels of this folder read: each thread's bytes lie together, in the
+order in which it needs them.
 
-Weights are the A operand of wgmma, in registers. Of a tile of 64 rows and 128 columns, thread `32 * warp + 4 * g + t`
-of 128 owns whole MX blocks: block t of the rows `16 * warp + 8 * half + g`, 16 bytes each. So a thread loads 16 bytes
-at a time and builds one table of values for them.
+The weight is the A operand of wgmma, held in registers. Of a tile of 64 rows and 128 columns, thread `32 * warp + 4 * g
++ t` of 128 owns whole MX blocks: block t of the rows `16 * warp + 8 * half + g`, 16 bytes each. So a thread loads 16
+bytes at a time and builds one table of magnitudes for them.
 
-- Codes: [N / 64, 32K]. Of each chunk of 128 columns [2 (half), 128 (thread), 16]; of K % 128 columns that remain, the
-  same with only as many t as there are blocks. A 32-bit word holds 8 consecutive codes: magnitude i in bits 4i to
-  4i + 2; the sign of code 4h + b in bit 8b + 3 + 4h, where one shift brings it to the top of byte b.
-- Scales: [N / 64, 2K]. Of each pair of chunks [128 (thread), 2 (chunk), 2 (half)], 4 bytes a thread; of the one or two
-  chunks of K % 256 columns that remain, one after the other, [threads with a block, 2 (half)].
-  A byte holds the block's exponent relative to the row's largest, as 1..27 with 27 the largest, in 5 bits; 0 stands
-  for an all-zero block with scale byte 0. The row's largest exponent is in the upper 3 bits of its first three
-  blocks.
+- `w_packed`, uint8 [N / 64, 32K], the codes. Each chunk of 128 columns is [2 (half), 128 (thread), 16]. The K % 128
+  columns that remain are stored alike, with as many t as there are blocks. A 32-bit word holds 8 consecutive codes: the
+  magnitude of code i in bits 4i to 4i + 2; the sign of code 4h + b in bit 8b + 3 + 4h, where one shift brings it to the
+  top of byte b.
+- `w_scale`, uint8 [N / 64, 2K], the block exponents. Each pair of chunks is [128 (thread), 2 (chunk), 2 (half)], 4
+  bytes a thread. The one or two chunks of the K % 256 columns that remain follow, each [threads with a block, 2
+  (half)]. The lower 5 bits of a byte hold the block's exponent relative to the row's largest, as 1..27, where 27 is the
+  largest; 0 stands for an all-zero block with scale byte 0. The upper 3 bits of a row's first three blocks hold its
+  largest exponent.
 
-The bytes are as many as before and give the canonical ones back. A weight fits if in each row the exponents of its
-blocks that are not all zero span at most 14 (what E4M3 holds, see `fold`), and those of all-zero blocks are 0 or
-within reach.
+The layout takes as many bytes as the canonical one and converts back to the same bytes. A weight fits if in each row
+the exponents of the blocks that are not all zero span at most `E4M3_SPAN` (what E4M3 holds), and those of all-zero
+blocks are 0 or representable.
 """
 
 from __future__ import annotations
@@ -26,61 +27,67 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-ROWS, BLOCK = 64, 32
-LEAST_COLUMNS = 256
-SPAN = 14
-TOP = 27
+TILE_N, BLOCK = 64, 32
+MIN_K = 256
+E4M3_SPAN = 14
+# The relative exponent of a row's largest block.
+_TOP = 27
 # Blocks in a chunk of 128 columns.
 _CHUNK = 4
 
 
-def pack_tiles(qdata: Tensor, scale: Tensor) -> tuple[Tensor, Tensor] | None:
-    """Canonical MXFP4 [..., N, K / 2] and [..., N, K / 32] to tiles; None if the weight does not fit.
+def pack_weight(qdata: Tensor, scale: Tensor) -> tuple[Tensor, Tensor] | None:
+    """Convert canonical MXFP4 to the packed layout. Synchronizes with the device to read one flag.
 
-    N is a multiple of 64; K is one of 32, and at least 256. Reads one flag back from the device.
+    Args:
+        qdata: uint8 [..., N, K / 2], N a multiple of 64, K a multiple of 32 and at least 256.
+        scale: uint8 [..., N, K / 32].
+
+    Returns:
+        w_packed, uint8 [..., N / 64, 32K], and w_scale, uint8 [..., N / 64, 2K]; None if the weight does not fit.
     """
     *lead, n, blocks = scale.shape
-    offsets = _relative_exponents(qdata, scale)
-    if offsets is None:
+    relative = _relative_exponents(qdata, scale)
+    if relative is None:
         return None
     codes = torch.stack((qdata & 0xF, qdata >> 4), -1).view(*lead, n, blocks, 4, 8)
     # ... tile, warp, half, g, block, byte
-    words = _pack_words(codes).view(*lead, n // ROWS, 4, 2, 8, blocks, 16)
-    bytes_ = offsets.view(*lead, n // ROWS, 4, 2, 8, blocks)
+    words = _pack_codes(codes).view(*lead, n // TILE_N, 4, 2, 8, blocks, 16)
+    exponents = relative.view(*lead, n // TILE_N, 4, 2, 8, blocks)
     chunks, pairs = [], []
-    for part, size in _parts(words, -2, 1):
+    for part, size in _split_blocks(words, -2, 1):
         # ... tile, warp, half, g, chunk, t, byte -> tile, chunk, half, warp, g, t, byte
         chunks.append(_permute_tail(part.unflatten(-2, (-1, size)), (0, 4, 2, 1, 3, 5, 6)).flatten(len(lead) + 1))
-    for part, size in _parts(bytes_, -1, 2):
+    for part, size in _split_blocks(exponents, -1, 2):
         # ... tile, warp, half, g, pair, chunk, t -> tile, pair, warp, g, t, chunk, half
         part = part.unflatten(-1, (-1, max(1, size // _CHUNK), min(size, _CHUNK)))
         pairs.append(_permute_tail(part, (0, 4, 1, 3, 6, 5, 2)).flatten(len(lead) + 1))
     return torch.cat(chunks, -1), torch.cat(pairs, -1)
 
 
-def unpack_tiles(words: Tensor, bytes_: Tensor, n: int, k: int) -> tuple[Tensor, Tensor]:
-    """The inverse of `pack_tiles`."""
-    lead, blocks = words.shape[:-2], k // BLOCK
+def unpack_weight(w_packed: Tensor, w_scale: Tensor, n: int, k: int) -> tuple[Tensor, Tensor]:
+    """The inverse of `pack_weight`: qdata [..., N, K / 2] and scale [..., N, K / 32]."""
+    lead, blocks = w_packed.shape[:-2], k // BLOCK
     chunks, pairs = [], []
-    for part, size in _parts(words.unflatten(-1, (blocks, ROWS * 16)), -2, 1):
-        part = part.reshape(*lead, n // ROWS, -1, 2, 4, 8, size, 16)
+    for part, size in _split_blocks(w_packed.unflatten(-1, (blocks, TILE_N * 16)), -2, 1):
+        part = part.reshape(*lead, n // TILE_N, -1, 2, 4, 8, size, 16)
         chunks.append(_permute_tail(part, (0, 3, 2, 4, 1, 5, 6)).reshape(*lead, n, -1, 16))
-    for part, size in _parts(bytes_.unflatten(-1, (blocks, ROWS)), -2, 2):
-        part = part.reshape(*lead, n // ROWS, -1, 4, 8, min(size, _CHUNK), max(1, size // _CHUNK), 2)
+    for part, size in _split_blocks(w_scale.unflatten(-1, (blocks, TILE_N)), -2, 2):
+        part = part.reshape(*lead, n // TILE_N, -1, 4, 8, min(size, _CHUNK), max(1, size // _CHUNK), 2)
         pairs.append(_permute_tail(part, (0, 2, 6, 3, 1, 5, 4)).reshape(*lead, n, -1))
-    codes = _unpack_words(torch.cat(chunks, -2)).view(*lead, n, k)
+    codes = _unpack_codes(torch.cat(chunks, -2)).view(*lead, n, k)
     qdata = codes[..., ::2] | (codes[..., 1::2] << 4)
-    offsets = torch.cat(pairs, -1)
-    parts = offsets[..., :3].int() >> 5
-    highest = (parts[..., 0] | parts[..., 1] << 3 | parts[..., 2] << 6).unsqueeze(-1)
-    relative = offsets.int() & 0x1F
-    scale = torch.where(relative == 0, 0, relative - TOP + highest)
+    exponents = torch.cat(pairs, -1)
+    top_bits = exponents[..., :3].int() >> 5
+    highest = (top_bits[..., 0] | top_bits[..., 1] << 3 | top_bits[..., 2] << 6).unsqueeze(-1)
+    relative = exponents.int() & 0x1F
+    scale = torch.where(relative == 0, 0, relative - _TOP + highest)
     return qdata, scale.to(torch.uint8)
 
 
-def _parts(blocks: Tensor, axis: int, chunks: int) -> Iterator[tuple[Tensor, int]]:
-    """Slices along the axis of blocks: whole groups of `chunks` chunks, then what remains, a chunk at a time; and how
-    many blocks a group of each has.
+def _split_blocks(blocks: Tensor, axis: int, chunks: int) -> Iterator[tuple[Tensor, int]]:
+    """Slices along the axis of blocks, each with the blocks of one group in it: first all whole groups of `chunks`
+    chunks, then what remains, one chunk at a time.
     """
     count, group = blocks.shape[axis], chunks * _CHUNK
     whole = count // group * group
@@ -91,28 +98,28 @@ def _parts(blocks: Tensor, axis: int, chunks: int) -> Iterator[tuple[Tensor, int
 
 
 def _permute_tail(tensor: Tensor, order: tuple[int, ...]) -> Tensor:
-    """Permute the last axes, whatever leads them."""
+    """Permute the last axes and leave those before them."""
     lead = tensor.dim() - len(order)
     return tensor.permute(*range(lead), *(lead + axis for axis in order))
 
 
 def _relative_exponents(qdata: Tensor, scale: Tensor) -> Tensor | None:
-    """The bytes of the scale tiles, in canonical order [..., N, K / 32]; None if a row does not fit."""
+    """The bytes of `w_scale` in canonical order [..., N, K / 32]; None if a row does not fit."""
     exponent = scale.int()
     empty = (qdata.unflatten(-1, (-1, 16)) & 0x77).amax(-1) == 0
     highest = torch.where(empty, 0, exponent).amax(-1, keepdim=True)
-    relative = torch.where(empty & (exponent == 0), 0, exponent - highest + TOP)
-    within = torch.where(empty, relative <= TOP, relative >= TOP - SPAN) & (relative >= 0) & (exponent != 255)
-    # An all-zero block with a scale byte other than 0 must not be mistaken for one with 0.
+    relative = torch.where(empty & (exponent == 0), 0, exponent - highest + _TOP)
+    within = torch.where(empty, relative <= _TOP, relative >= _TOP - E4M3_SPAN) & (relative >= 0) & (exponent != 255)
+    # NOTE: 0 means scale byte 0. An all-zero block with another scale byte must not be stored as 0.
     within &= (relative > 0) | (exponent == 0)
     if not bool(within.all()):
         return None
-    parts = torch.cat([(highest >> shift) & 0x7 for shift in (0, 3, 6)], -1)
-    relative[..., :3] |= parts << 5
+    top_bits = torch.cat([(highest >> shift) & 0x7 for shift in (0, 3, 6)], -1)
+    relative[..., :3] |= top_bits << 5
     return relative.to(torch.uint8)
 
 
-def _pack_words(codes: Tensor) -> Tensor:
+def _pack_codes(codes: Tensor) -> Tensor:
     """uint8 codes [..., 8] to the four bytes [..., 4] of a word."""
     sign = codes >> 3
     magnitude = codes & 0x7
@@ -124,7 +131,7 @@ def _pack_words(codes: Tensor) -> Tensor:
     return torch.stack(packed, -1)
 
 
-def _unpack_words(words: Tensor) -> Tensor:
+def _unpack_codes(words: Tensor) -> Tensor:
     """uint8 bytes [..., 16] to codes [..., 4, 8]."""
     byte = words.unflatten(-1, (4, 4))
     magnitude = torch.stack((byte & 0x7, (byte >> 4) & 0x7), -1).flatten(-2)

@@ -1,9 +1,9 @@
-"""A few rows times a tiled MXFP4 weight, decoded in registers (`tiled_decode`).
+"""Few rows times a packed MXFP4 weight: a GEMM that decodes the weight in registers and splits K among programs.
 
-Activations come from `fold`: E5M2 for MXFP4 activations, FP16 for bf16 ones, both exact relative to one power of two a
-row, with the columns permuted as the registers hold the weight. Rows that do not fold are recomputed block by block.
+The activation prologue rescales the rows to FP8 or FP16, both exact relative to the row's scale, with columns permuted
+as the registers hold the weight. Rows out of range are recomputed by the program that meets them.
 
-Launches overlap (`overlap`).
+Launches overlap (`primitives.pdl`).
 
 Shape suffixes: M input rows, N weight rows, K columns.
 """
@@ -11,146 +11,194 @@ Shape suffixes: M input rows, N weight rows, K columns.
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from mxquant.kernels.mxfp4_sm90.activation_fp8 import any_unfit, folding, row_factor
-from mxquant.kernels.mxfp4_sm90.load import exact_tile, highest_exponent, store_tile
-from mxquant.kernels.mxfp4_sm90.mainloop import TOP, columns_of, tile_product
+from mxquant.kernels.mxfp4_sm90.activation import Prologue, plan_prologue
+from mxquant.kernels.mxfp4_sm90.exact_fallback import any_out_of_range, exact_tile
+from mxquant.kernels.mxfp4_sm90.load import PackedWeight, load_max_exponent, row_scale_of
+from mxquant.kernels.mxfp4_sm90.mainloop import TOP_EXPONENT, Split, mainloop, split_range
 from mxquant.kernels.primitives.pdl import gdc_launch_dependents, gdc_wait
 from mxquant.kernels.runtime.launch import cached_launch, cdiv
 from mxquant.kernels.runtime.plan import Buffer, Kind, Plan, Step, kind
 
 
-class Shape(NamedTuple):
-    """A configuration. Each was tested against float64: not all that compile are right, or fast."""
+class SplitKConfig(NamedTuple):
+    """Tile sizes and occupancy of a split-K kernel.
 
-    rows_M: int
-    tiles_N: int
-    """Tiles of 64 weight rows."""
-    columns_K: int
-    promote: int
+    NOTE: each config was tested against float64. Not all that compile are right, or fast.
+    """
+
+    block_m: int
+    tiles_n: int
+    """Tiles of 64 weight rows a program."""
+    block_k: int
+    promote_k: int
+    """Columns that tensor cores add up before a sum is promoted to fp32."""
     programs: int
-    """Programs that run at once, on 132 multiprocessors; K is split where the tiles are fewer."""
-    registers: int | None = None
-    """Most registers a thread may take, where the compiler's choice leaves room for fewer programs."""
+    """Programs that run at once, on 132 multiprocessors. K is split where there are fewer tiles."""
+    max_registers: int | None = None
+    """Of a thread, where the compiler's choice leaves room for fewer programs."""
 
 
-_FP8_SHAPES = (
-    Shape(16, 1, 256, 128, 550),
-    Shape(32, 2, 256, 256, 396),
-    Shape(64, 2, 256, 256, 264),
-    Shape(128, 1, 256, 256, 264),
+_FP8_CONFIGS = (
+    SplitKConfig(16, 1, 256, 128, 550),
+    SplitKConfig(32, 2, 256, 256, 396),
+    SplitKConfig(64, 2, 256, 256, 264),
+    SplitKConfig(128, 1, 256, 256, 264),
 )
-# Sums of FP16 products are fp32's. Named so, the sum is not folded into the dot, which Triton 3.6 gets wrong.
+# Sums of FP16 products are fp32 sums. NOTE: so large a number also keeps Triton 3.6 from folding the sum into the dot,
+# which it gets wrong.
 _NEVER = 1 << 30
-_FP16_SHAPES = (
-    Shape(16, 1, 256, _NEVER, 1000, registers=104),
-    Shape(32, 2, 128, _NEVER, 396),
-    Shape(64, 2, 128, _NEVER, 264),
-    Shape(128, 1, 128, _NEVER, 264),
+_FP16_CONFIGS = (
+    SplitKConfig(16, 1, 256, _NEVER, 1000, max_registers=104),
+    SplitKConfig(32, 2, 128, _NEVER, 396),
+    SplitKConfig(64, 2, 128, _NEVER, 264),
+    SplitKConfig(128, 1, 128, _NEVER, 264),
 )
 
 
-def multiply_few(
+class GemmSpec(NamedTuple):
+    """What a plan is kept by: all that its steps depend on but the values and addresses of tensors."""
+
+    m: int
+    """Rows of the input."""
+    n: int
+    k: int
+    x_stride: int
+    x_dtype: torch.dtype
+    bias: Kind | None
+    prologue: Prologue
+    dtype: torch.dtype
+    """Of the result."""
+    device: torch.device
+
+
+def split_k_gemm(
     x_MK: Tensor,
-    words: Tensor,
-    bytes_: Tensor,
+    w_packed: Tensor,
+    w_scale: Tensor,
     bias_N: Tensor | None,
     n: int,
-    scale_mode: str | None,
+    prologue: Prologue,
     dtype: torch.dtype,
-    *,
-    rotated: bool = False,
 ) -> Tensor:
-    """The product [M, N] in `dtype` of some rows with a tiled weight of N rows.
+    """The product [M, N] in `dtype` of rows with a packed weight of N rows.
 
     Args:
         x_MK: bf16 (or fp16 where it is quantized), last axis contiguous; M from 1 on.
-        words, bytes_: of `pack_tiles`.
+        w_packed, w_scale: of `pack_weight`.
         bias_N: any float dtype, or None.
-        scale_mode: of MXFP4 activations; None: they are not quantized.
-        rotated: rotate bf16 activations before they are quantized.
+        prologue: what happens to `x_MK` first; it has no gate.
     """
     (m, k), (x_stride, _) = x_MK.shape, x_MK.stride()
-    plan = _plan(m, k, n, x_stride, x_MK.dtype, kind(bias_N), scale_mode, rotated, dtype, x_MK.device)
-    return plan(x_MK, words, bytes_) if bias_N is None else plan(x_MK, words, bytes_, bias_N)
+    plan = _plan(GemmSpec(m, n, k, x_stride, x_MK.dtype, kind(bias_N), prologue, dtype, x_MK.device))
+    return plan(x_MK, w_packed, w_scale) if bias_N is None else plan(x_MK, w_packed, w_scale, bias_N)
 
 
 @functools.lru_cache(maxsize=4096)
-def _plan(
-    m: int,
-    k: int,
-    n: int,
-    x_stride: int,
-    x_dtype: torch.dtype,  # as `bias`, also what kernels are compiled for
-    bias: Kind | None,
-    scale_mode: str | None,
-    rotated: bool,
-    dtype: torch.dtype,
-    device: torch.device,
+def _plan(spec: GemmSpec) -> Plan:
+    config = choose_config(spec.m, spec.prologue)
+    return plan_gemm(mxquant_mxfp4_split_k_gemm, spec, config, spec.m, cdiv(spec.m, config.block_m))
+
+
+def choose_config(rows: int, prologue: Prologue) -> SplitKConfig:
+    """The config for so many rows of one matrix."""
+    configs = _FP16_CONFIGS if prologue.scale_mode is None else _FP8_CONFIGS
+    return next((config for config in configs if rows <= config.block_m), configs[-1])
+
+
+def plan_gemm(
+    kernel: Any,
+    spec: GemmSpec,
+    config: SplitKConfig,
+    rows: int,
+    row_tiles: int,
+    group_tensors: dict[str, Kind | None] | None = None,
+    group_sizes: tuple[int, ...] = (),
+    group_constants: dict[str, Any] | None = None,
 ) -> Plan:
-    shape = shape_for(m, scale_mode is not None)
-    row_tiles = cdiv(m, shape.rows_M)
-    tiles, split = arrange(n, k, row_tiles, shape)
-    between, fold = folding(m, k, x_stride, scale_mode, rotated=rotated)
-    x, stride = ("before", k) if rotated else ("x", x_stride)
-    sums, add = adding(split, m, n)
-    multiply = Step(
-        _multiply_few_kernel,
-        (n // (64 * tiles), split, row_tiles),
-        ("words", "bytes", "values", "row_scale", x, "y" if bias is None else "bias", "partial" if add else "y", m, n,
-         k, stride),
-        {"BM": shape.rows_M, "TILES": tiles, "REST": k // 32 % 8, "BK": shape.columns_K, "PROMOTE": shape.promote,
-         "HAS_BIAS": bias is not None, "MODE": scale_mode, "num_warps": 4, "num_stages": 3,
-         "maxnreg": shape.registers, "launch_pdl": True},
+    """The plan of a split-K kernel: the prologue, the kernel, and the reduction where K is split.
+
+    Args:
+        rows: of the result.
+        row_tiles: tiles of rows to launch programs for.
+        group_tensors: what a grouped kernel takes before the bias. One that is None is not given; the kernel gets the
+            offsets in its place.
+        group_sizes, group_constants: what else a grouped kernel takes.
+    """
+    group_tensors = group_tensors or {}
+    tiles_n, splits = choose_split_k(spec.n, spec.k, row_tiles, config)
+    buffers, prologue_step = plan_prologue(spec.m, spec.k, spec.x_stride, spec.prologue)
+    x, stride = ("x_pre_quant", spec.k) if "x_pre_quant" in buffers else ("x", spec.x_stride)
+    partials, reduction = split_k_reduction(splits, rows, spec.n)
+    has_bias = spec.bias is not None
+    gemm = Step(
+        kernel,
+        (spec.n // (64 * tiles_n), splits, row_tiles),
+        ("w_packed", "w_scale", "values", "row_scale", x,
+         *(name if given else "offsets" for name, given in group_tensors.items()),
+         "bias" if has_bias else "y", "partial" if reduction else "y", rows, spec.n, spec.k, stride, *group_sizes),
+        {**(group_constants or {}), "BM": config.block_m, "TILES": tiles_n, "K_TAIL": spec.k // 32 % 8,
+         "BK": config.block_k, "PROMOTE": config.promote_k, "HAS_BIAS": has_bias, "MODE": spec.prologue.scale_mode,
+         "num_warps": 4, "num_stages": 3, "maxnreg": config.max_registers, "launch_pdl": True},
     )  # fmt: skip
-    given = "x", "words", "bytes", *(() if bias is None else ("bias",))
-    return Plan(given, ("y", Buffer((m, n), dtype)), between | sums, [fold, multiply, *add], device)
-
-
-def shape_for(rows: int, fp8: bool) -> Shape:
-    """The configuration for so many rows of one matrix."""
-    shapes = _FP8_SHAPES if fp8 else _FP16_SHAPES
-    return next((shape for shape in shapes if rows <= shape.rows_M), shapes[-1])
+    given = "x", "w_packed", "w_scale", *(name for name, given in group_tensors.items() if given)
+    given += ("bias",) if has_bias else ()
+    result = "y", Buffer((rows, spec.n), spec.dtype)
+    return Plan(given, result, buffers | partials, [prologue_step, gemm, *reduction], spec.device)
 
 
 @functools.lru_cache(maxsize=4096)
-def arrange(n: int, k: int, row_tiles: int, shape: Shape) -> tuple[int, int]:
-    """Tiles of weight rows a program, and parts that K is split into, of at least 256 columns.
+def choose_split_k(n: int, k: int, row_tiles: int, config: SplitKConfig) -> tuple[int, int]:
+    """Tiles of weight rows a program, and splits of K, of at least 256 columns each.
 
-    Parts are added up in a fixed order, through memory: beyond four, rather fewer tiles a program.
+    Partial sums go through memory. Rather than in more than four, a program computes fewer tiles.
     """
-    for tiles in (shape.tiles_N, 1):
-        parts = min(k // 256, max(1, shape.programs // (n // (64 * tiles) * row_tiles or 1)))
-        if n % (64 * tiles) == 0 and parts <= 4:
+    for tiles_n in (config.tiles_n, 1):
+        splits = min(k // 256, max(1, config.programs // (n // (64 * tiles_n) * row_tiles or 1)))
+        if n % (64 * tiles_n) == 0 and splits <= 4:
             break
-    return tiles, parts
+    return tiles_n, splits
 
 
-def adding(parts: int, m: int, n: int) -> tuple[dict[str, Buffer], list[Step]]:
-    """The sums [parts, M, N], fp32, that a kernel makes instead of "y", and the step that adds them into it; none for
-    one part.
+def split_k_reduction(splits: int, m: int, n: int) -> tuple[dict[str, Buffer], list[Step]]:
+    """The fp32 sums "partial" [splits, M, N] that a kernel writes in place of "y", and the step that adds them up in
+    order; nothing for one split.
     """
-    if parts == 1:
+    if splits == 1:
         return {}, []
-    constants = {"SPLIT": parts, "BLOCK": 1024, "launch_pdl": True}
-    step = Step(_add_parts_kernel, (cdiv(m * n, 1024),), ("partial", "y", m * n), constants)
-    return {"partial": Buffer((parts, m, n), torch.float32)}, [step]
+    constants = {"SPLITS": splits, "BLOCK": 1024, "launch_pdl": True}
+    step = Step(mxquant_split_k_reduce, (cdiv(m * n, 1024),), ("partial", "y", m * n), constants)
+    return {"partial": Buffer((splits, m, n), torch.float32)}, [step]
+
+
+@triton.jit
+def store_output(
+    y: tl.tensor, total: tl.tensor, bias: tl.tensor, rows: tl.tensor, split: Split, HAS_BIAS: tl.constexpr
+) -> None:
+    """The epilogue: store the input rows `rows` [BM] of a product [BN, BM] at `y`. Split 0 adds the bias at `bias`
+    [BN].
+
+    NOTE: a tile with rows out of range is stored twice, the other rows first, so that no sum waits for the exact one.
+    """
+    if HAS_BIAS and split.split_id == 0:
+        total += tl.load(bias).to(tl.float32)[:, None]
+    tl.store(y, total.to(y.dtype.element_ty), mask=rows[None, :])
 
 
 @cached_launch
 @triton.jit
-def _multiply_few_kernel(
-    words: tl.tensor,
-    scale_bytes: tl.tensor,
+def mxquant_mxfp4_split_k_gemm(
+    w_packed: tl.tensor,
+    w_scale: tl.tensor,
     x: tl.tensor,
     x_scale: tl.tensor,
-    x_before: tl.tensor,
+    x_pre_quant: tl.tensor,
     bias: tl.tensor,
     y: tl.tensor,
     M: tl.tensor,
@@ -158,7 +206,7 @@ def _multiply_few_kernel(
     K: tl.tensor,
     x_stride: tl.tensor,
     BM: tl.constexpr,
-    REST: tl.constexpr,
+    K_TAIL: tl.constexpr,
     TILES: tl.constexpr,
     BK: tl.constexpr,
     PROMOTE: tl.constexpr,
@@ -166,36 +214,37 @@ def _multiply_few_kernel(
     MODE: tl.constexpr,
 ) -> None:
     BN: tl.constexpr = 64 * TILES
+    weight = PackedWeight(w_packed, w_scale, K)
     tile = tl.program_id(0).to(tl.int64) * TILES
-    part, parts = tl.program_id(1), tl.num_programs(1)
+    split = Split(tl.program_id(1), tl.num_programs(1))
     m = tl.program_id(2) * BM + tl.arange(0, BM)
     inside = m < M
     gdc_launch_dependents()
-    gdc_wait()  # for the folded activations
+    gdc_wait()  # for the prologue
     x_row = x + m.to(tl.int64) * ((K + 127) // 128 * 128)
-    total = tile_product(words, scale_bytes, x_row, inside, tile, part, parts, K, REST, TILES, BK, PROMOTE)
+    total = mainloop(weight, x_row, inside, tile, split, K_TAIL, TILES, BK, PROMOTE)
     n = tile * 64 + tl.arange(0, BN)
-    w_factor = row_factor(highest_exponent(scale_bytes, n, K), TOP)
-    x_factor = tl.load(x_scale + m, mask=inside, other=0.0)
-    total = total * w_factor[:, None] * x_factor[None, :]
-    y_at = y + part.to(tl.int64) * M * N + m[None, :].to(tl.int64) * N + n[:, None]
-    store_tile(y_at, total, bias + n, inside & (x_factor == x_factor), part, HAS_BIAS)
-    if any_unfit(x_factor):
-        begin, steps = columns_of(part, parts, K)
-        end = tl.where(part == parts - 1, K // 32, (begin + steps) * 8)
-        unfit = x_factor != x_factor
-        total = exact_tile(x_before, words, scale_bytes, n, m, unfit, begin * 8, end, K, x_stride, MODE, BN, BM)
-        store_tile(y_at, total, bias + n, unfit, part, HAS_BIAS)
+    w_row_scale = row_scale_of(load_max_exponent(w_scale, n, K), TOP_EXPONENT)
+    x_row_scale = tl.load(x_scale + m, mask=inside, other=0.0)
+    total = total * w_row_scale[:, None] * x_row_scale[None, :]
+    y_at = y + split.split_id.to(tl.int64) * M * N + m[None, :].to(tl.int64) * N + n[:, None]
+    store_output(y_at, total, bias + n, inside & (x_row_scale == x_row_scale), split, HAS_BIAS)
+    if any_out_of_range(x_row_scale):
+        first, steps = split_range(split, K)
+        end_block = tl.where(split.split_id == split.num_splits - 1, K // 32, (first + steps) * 8)
+        out_of_range = x_row_scale != x_row_scale
+        total = exact_tile(x_pre_quant, x_stride, weight, n, m, out_of_range, first * 8, end_block, MODE)
+        store_output(y_at, total, bias + n, out_of_range, split, HAS_BIAS)
 
 
 @cached_launch
 @triton.jit
-def _add_parts_kernel(
-    partial: tl.tensor, y: tl.tensor, size: tl.tensor, SPLIT: tl.constexpr, BLOCK: tl.constexpr
+def mxquant_split_k_reduce(
+    partial: tl.tensor, y: tl.tensor, size: tl.tensor, SPLITS: tl.constexpr, BLOCK: tl.constexpr
 ) -> None:
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     gdc_wait()
     total = tl.load(partial + at, mask=at < size, other=0.0)
-    for part in tl.static_range(1, SPLIT):
-        total += tl.load(partial + part * size + at, mask=at < size, other=0.0)
+    for split in tl.static_range(1, SPLITS):
+        total += tl.load(partial + split * size + at, mask=at < size, other=0.0)
     tl.store(y + at, total.to(y.dtype.element_ty), mask=at < size)

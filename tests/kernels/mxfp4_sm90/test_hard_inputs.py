@@ -10,9 +10,10 @@ from torch import Tensor
 
 from kernels.every_kernel import KERNELS, assert_same_bits, modes_of, takes
 from mxquant.formats import FORMATS, dequantize_blocks, quantize_blocks
-from mxquant.kernels.mxfp4_sm90.activation_fp8 import SPAN, fold_activation
-from mxquant.kernels.mxfp4_sm90.dequantize import repair
-from mxquant.kernels.mxfp4_sm90.layout import pack_tiles
+from mxquant.kernels.mxfp4_sm90.activation import Prologue, rescale_activation
+from mxquant.kernels.mxfp4_sm90.exact_fallback import fixup
+from mxquant.kernels.mxfp4_sm90.layout import pack_weight
+from mxquant.reference.rescale import E5M2_SPAN
 
 # Overflow and NaN are wanted here; NumPy, which Triton's interpreter computes with, warns of them.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -85,20 +86,20 @@ def test_exponents_up_to_250_apart(kernel: str, dtype: torch.dtype, device: torc
 
 
 @pytest.mark.parametrize("mode", FORMATS["mxfp4"].scale_modes)
-def test_fold_marks_exactly_the_rows_that_fp8_cannot_hold(mode: str, device: torch.device) -> None:
+def test_the_prologue_marks_exactly_the_rows_out_of_range(mode: str, device: torch.device) -> None:
     """One block far up and one `span` below it, the others zero."""
-    spans = torch.tensor([0, 1, 14, 15, SPAN - 1, SPAN, SPAN + 1, 32, 40, 122, 250])
+    spans = torch.tensor([0, 1, 14, 15, E5M2_SPAN - 1, E5M2_SPAN, E5M2_SPAN + 1, 32, 40, 122, 250])
     x = torch.zeros(len(spans), 128)
     x[:, 0], x[:, 64] = 2.0**125, torch.exp2(125 - spans.double()).float()
     x = x.bfloat16().to(device)
-    values, scales = fold_activation(x, mode, permute=False)
-    fit = spans <= SPAN
-    assert torch.equal(~scales.cpu().squeeze(1).isnan(), fit)
-    assert torch.equal(values.cpu()[fit].double() * scales.cpu()[fit].double(), x.cpu()[fit].double())
+    values, scales, _ = rescale_activation(x, Prologue(mode), permute=False)
+    in_range = spans <= E5M2_SPAN
+    assert torch.equal(~scales.cpu().squeeze(1).isnan(), in_range)
+    assert torch.equal(values.cpu()[in_range].double() * scales.cpu()[in_range].double(), x.cpu()[in_range].double())
 
 
 @pytest.mark.parametrize("span", [29, 60, 122, 250])
-def test_repaired_rows_of_any_span_are_exact(span: int, device: torch.device) -> None:
+def test_fixup_of_rows_of_any_span_is_exact(span: int, device: torch.device) -> None:
     """Half of the weight's rows see only the small block, so that each is measured by itself."""
     x, w = torch.randn(33, 256), torch.randn(64, 256)
     x[:, :32] *= 2.0 ** -min(span, 125)
@@ -107,12 +108,12 @@ def test_repaired_rows_of_any_span_are_exact(span: int, device: torch.device) ->
     w[1::2, :32] = 0
     w[1::2] *= 2.0**-10
     x = x.bfloat16()
-    packed = pack_tiles(*quantize_blocks(w, FORMATS["mxfp4"]))
+    packed = pack_weight(*quantize_blocks(w, FORMATS["mxfp4"]))
     assert packed is not None
-    _, scales = fold_activation(x.to(device), "even", permute=False)
+    _, scales, _ = rescale_activation(x.to(device), Prologue("even"), permute=False)
     assert scales.isnan().all()
     y = torch.full((33, 64), torch.nan, device=device)
-    repair(y, amid_poison(x.to(device)), *(t.to(device) for t in packed), None, scales, "even")
+    fixup(y, amid_poison(x.to(device)), *(t.to(device) for t in packed), None, scales, "even")
     x64, w64 = (
         dequantize_blocks(*quantize_blocks(t, FORMATS["mxfp4"]), FORMATS["mxfp4"], 256, dtype=torch.float64)
         for t in (x, w)
@@ -165,7 +166,7 @@ def test_any_strides_amid_anything(kernel: str, view: str, device: torch.device)
     """Rows that end inside a block, tiles that are not full, and NaN beyond both."""
     for rows, columns in ((5, 128), (3, 35), (3, 1100)):
         x = VIEWS[view](torch.randn(rows, columns).bfloat16().to(device))
-        if takes(kernel, x) and not (kernel.startswith("fold") and x.stride(1) != 1):
+        if takes(kernel, x) and not (kernel.startswith("rescale") and x.stride(1) != 1):
             run(kernel, x)
 
 
