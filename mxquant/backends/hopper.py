@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -13,9 +13,7 @@ from mxquant.backends.kernel_choice import KernelChoice, Multiply
 from mxquant.formats.spec import Format, get_format
 from mxquant.kernels import has_triton
 from mxquant.kernels.mxfp4_sm90.layout import BLOCK, MIN_K, TILE_N, pack_weight, unpack_weight
-
-if TYPE_CHECKING:
-    from mxquant.kernels.mxfp4_sm90.activation import Prologue
+from mxquant.kernels.mxfp4_sm90.prologue import Prologue
 
 
 class PackedLayout(Layout):
@@ -108,16 +106,14 @@ def kernel_ready(multiply: Multiply) -> Multiply:
 
 def prologue_of(problem: Problem) -> Prologue:
     """What kernels do to the activations of a problem. A rotation is theirs only where the input is quantized."""
-    # NOTE: imported here, as below, since it imports triton, which is not everywhere. `from` would take several times
-    # as long.
-    import mxquant.kernels.mxfp4_sm90.activation as activation
-
     rotated = problem.rotation is not None and problem.activation is not None
-    return activation.Prologue(problem.activation_scale_mode, rotated, problem.gate)
+    return Prologue(problem.activation_scale_mode, rotated, problem.gate)
 
 
 def multiply_split_k(x: Tensor, weight: Operand, bias: Tensor | None, problem: Problem) -> Tensor:
     """`Backend.matmul` by a kernel that splits K among programs, for few rows."""
+    # NOTE: imported here, as below, since it imports triton, which is not everywhere. `from` would take several times
+    # as long.
     import mxquant.kernels.mxfp4_sm90.split_k_gemm as gemm
 
     weight = ensure_aligned(weight)

@@ -21,6 +21,7 @@ from mxquant.formats import ACTIVATION_FORMATS, get_format, resolve_scale_mode
 from mxquant.formats.block import dequantize_blocks
 from mxquant.formats.block import quantize_blocks as quantize_twin
 from mxquant.kernels import has_triton
+from mxquant.kernels.mxfp4_sm90.prologue import Prologue
 from mxquant.ops import route
 from mxquant.reference.fake_quantize import fake_quantize as fake_quantize_twin
 from mxquant.reference.gated_activation import GatedActivation
@@ -62,7 +63,7 @@ def test_quantize_whole_blocks(format: str, dtype: torch.dtype, device: torch.de
 
 @pytest.mark.parametrize("columns", [32, 96, 416])
 def test_prologue_with_a_rotation(columns: int, device: torch.device) -> None:
-    from mxquant.kernels.mxfp4_sm90.activation import Prologue, rescale_activation
+    from mxquant.kernels.mxfp4_sm90.activation import rescale_activation
     from mxquant.reference.rescale import rescale_to_fp8
 
     x = torch.randn(5, columns).bfloat16()
@@ -81,7 +82,7 @@ def test_prologue_with_a_rotation(columns: int, device: torch.device) -> None:
 @pytest.mark.parametrize("columns", [32, 96, 416, 16640])
 def test_prologue_with_a_gate(columns: int, device: torch.device) -> None:
     from mxquant.kernels.moe.gated_activation import gated_activation
-    from mxquant.kernels.mxfp4_sm90.activation import Prologue, rescale_activation
+    from mxquant.kernels.mxfp4_sm90.activation import rescale_activation
 
     for known, mode, turned in itertools.product(
         (GatedActivation(False), GatedActivation(True, 7.0, 1.702)), ("even", None), (False, True)

@@ -15,6 +15,7 @@ from torch import Tensor
 from mxquant import quantize
 from mxquant.formats import FORMATS, dequantize_blocks, quantize_blocks
 from mxquant.kernels.mxfp4_sm90.layout import pack_weight
+from mxquant.kernels.mxfp4_sm90.prologue import Prologue
 from mxquant.tensor import as_weight
 
 pytestmark = [
@@ -33,7 +34,6 @@ ROWS = [1, 31, 32, 33, 64, 65, 127, 128, 129, 300, 1000]
 
 
 def multiply(x: Tensor, packed: tuple[Tensor, Tensor], bias: Tensor | None, n: int, mode: str | None) -> Tensor:
-    from mxquant.kernels.mxfp4_sm90.activation import Prologue  # imports triton, which is not everywhere
     from mxquant.kernels.mxfp4_sm90.persistent_gemm import persistent_gemm
 
     return persistent_gemm(x, *packed, bias, n, Prologue(mode), torch.bfloat16)

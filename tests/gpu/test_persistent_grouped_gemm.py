@@ -11,6 +11,7 @@ from torch import Tensor
 
 from mxquant import MXTensor, quantize
 from mxquant.backends import Groups
+from mxquant.kernels.mxfp4_sm90.prologue import Prologue
 from mxquant.tensor import as_weight, grouped_product
 
 pytestmark = [
@@ -44,7 +45,6 @@ def groups_of(sizes: list[int], beyond: int, gathered_from: int | None, device: 
 
 
 def multiply(x: Tensor, weights: MXTensor, bias: Tensor | None, groups: Groups, mode: str | None) -> Tensor:
-    from mxquant.kernels.mxfp4_sm90.activation import Prologue  # imports triton, which is not everywhere
     from mxquant.kernels.mxfp4_sm90.persistent_grouped_gemm import persistent_grouped_gemm
 
     n, prologue = weights.shape[1], Prologue(mode)
@@ -123,7 +123,6 @@ def test_rows_out_of_range(mode: str | None, device: torch.device) -> None:
 @MODES
 def test_results_are_deterministic_and_those_of_the_split_k_kernel(mode: str | None, device: torch.device) -> None:
     """At the sizes of gpt-oss. Both kernels are within the bounds."""
-    from mxquant.kernels.mxfp4_sm90.activation import Prologue
     from mxquant.kernels.mxfp4_sm90.grouped_gemm import grouped_gemm
 
     weights = stack(16, 2880, 2880, mode, device)

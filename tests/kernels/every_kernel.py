@@ -10,7 +10,8 @@ from torch import Tensor
 from mxquant.formats import FORMATS, WEIGHT_FORMATS, get_format
 from mxquant.formats.block import dequantize_blocks
 from mxquant.formats.block import quantize_blocks as quantize_twin
-from mxquant.kernels.mxfp4_sm90.activation import Prologue, rescale_activation
+from mxquant.kernels.mxfp4_sm90.activation import rescale_activation
+from mxquant.kernels.mxfp4_sm90.prologue import Prologue
 from mxquant.kernels.quantize import dequantize, fake_quantize, strided
 from mxquant.reference.fake_quantize import fake_quantize as fake_quantize_twin
 from mxquant.reference.lookup import decoded_rows

@@ -5,27 +5,14 @@ Twin: `mxquant.reference.rescale`, which says when a row is in range and how col
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
 from mxquant.kernels.mxfp4_sm90.activation_fp8 import fp8_step
 from mxquant.kernels.mxfp4_sm90.activation_fp16 import fp16_step
+from mxquant.kernels.mxfp4_sm90.prologue import Prologue
 from mxquant.kernels.runtime.launch import cdiv
 from mxquant.kernels.runtime.plan import Buffer, Step
-from mxquant.reference.gated_activation import GatedActivation
-
-
-class Prologue(NamedTuple):
-    """What happens to activations before a product."""
-
-    scale_mode: str | None
-    """They are quantized to MXFP4 in this scale mode, and rescaled to FP8. None: not quantized, rescaled to FP16."""
-    rotated: bool = False
-    """bf16 rows that are quantized are rotated first, in blocks of 32 columns: in fp32, rounded to bf16."""
-    gate: GatedActivation | None = None
-    """Rows, bf16 [M, 2K], go through this before all else. The result is rounded to bf16."""
 
 
 def plan_prologue(
@@ -43,11 +30,10 @@ def plan_prologue(
     x_pre_quant = "x"
     if prologue.rotated or prologue.gate is not None:
         x_pre_quant, buffers["x_pre_quant"] = "x_pre_quant", Buffer((m, k), torch.bfloat16)
-    tensors = "x", "values", "row_scale", x_pre_quant
+    tensors, sizes = ("x", "values", "row_scale", x_pre_quant), (m, k, width, x_stride)
     if prologue.scale_mode is None:
-        return buffers, fp16_step(tensors, (m, k, width, x_stride), prologue.gate)
-    sizes = m, k, width, x_stride
-    return buffers, fp8_step(tensors, sizes, prologue.scale_mode, permute, prologue.gate, prologue.rotated)
+        return buffers, fp16_step(tensors, sizes, prologue)
+    return buffers, fp8_step(tensors, sizes, prologue, permute)
 
 
 def rescale_activation(x: Tensor, prologue: Prologue, *, permute: bool) -> tuple[Tensor, Tensor, Tensor]:

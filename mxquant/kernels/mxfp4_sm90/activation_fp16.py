@@ -9,19 +9,17 @@ import triton
 import triton.language as tl
 
 from mxquant.kernels.moe.gated_activation import load_gated
+from mxquant.kernels.mxfp4_sm90.prologue import Prologue
 from mxquant.kernels.primitives.numerics import fp32_bits, power_of_two
 from mxquant.kernels.primitives.pdl import gdc_launch_dependents, gdc_wait
 from mxquant.kernels.runtime.launch import cached_launch, next_power_of_2
 from mxquant.kernels.runtime.plan import Step
-from mxquant.reference.gated_activation import GatedActivation
 
 # Columns in the registers of one program. Longer rows are read twice.
 _MAX_BLOCK_K = 16384
 
 
-def fp16_step(
-    tensors: tuple[str, str, str, str], sizes: tuple[int, int, int, int], gate: GatedActivation | None
-) -> Step:
+def fp16_step(tensors: tuple[str, str, str, str], sizes: tuple[int, int, int, int], prologue: Prologue) -> Step:
     """The step that writes values, row scales and, of gated rows out of range, the rows themselves.
 
     Args:
@@ -31,7 +29,7 @@ def fp16_step(
     m, k, width, x_stride = sizes
     block_k = min(next_power_of_2(width), _MAX_BLOCK_K)
     warps = max(1, min(16, block_k // 512))
-    constants = {"GATE": gate, "BLOCK_K": block_k, "num_warps": warps, "launch_pdl": True}
+    constants = {"GATE": prologue.gate, "BLOCK_K": block_k, "num_warps": warps, "launch_pdl": True}
     return Step(mxquant_rescale_to_fp16, (m,), (*tensors, k, width, x_stride), constants)
 
 

@@ -16,6 +16,7 @@ import triton.language as tl
 
 from mxquant.kernels.moe.gated_activation import load_gated_pairs
 from mxquant.kernels.mxfp4_sm90.load import row_scale_of
+from mxquant.kernels.mxfp4_sm90.prologue import Prologue
 from mxquant.kernels.primitives.bf16x2 import four_high_bytes, fp8_word, look_up
 from mxquant.kernels.primitives.e2m1x2 import amax_of_pairs, encode_pairs
 from mxquant.kernels.primitives.hadamard import hadamard_block
@@ -38,12 +39,7 @@ _INTERPRETED_BLOCKS = 256
 
 
 def fp8_step(
-    tensors: tuple[str, str, str, str],
-    sizes: tuple[int, int, int, int],
-    scale_mode: str,
-    permute: bool,
-    gate: GatedActivation | None,
-    rotated: bool,
+    tensors: tuple[str, str, str, str], sizes: tuple[int, int, int, int], prologue: Prologue, permute: bool
 ) -> Step:
     """The step that writes values, row scales and, of gated or rotated rows out of range, the rows themselves.
 
@@ -52,6 +48,7 @@ def fp8_step(
         sizes: M, K, the width of the values, and how far rows of x lie apart.
     """
     m, _, width, _ = sizes
+    scale_mode, rotated, gate = prologue
     blocks, chunks = min(next_power_of_2(width // 32), _MAX_COLUMNS // 32), 1
     if gate is not None and m >= _MANY_ROWS and blocks >= 128 and width // 32 <= blocks // 4 * 3:
         blocks, chunks = blocks // 4, 3

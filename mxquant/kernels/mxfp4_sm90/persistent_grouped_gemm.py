@@ -17,11 +17,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mxquant.kernels.mxfp4_sm90.activation import Prologue, rescale_activation
+from mxquant.kernels.mxfp4_sm90.activation import rescale_activation
 from mxquant.kernels.mxfp4_sm90.exact_fallback import grouped_fixup
 from mxquant.kernels.mxfp4_sm90.gluon_kernel import mxquant_mxfp4_persistent_gemm
 from mxquant.kernels.mxfp4_sm90.grouped_gemm import find_group
 from mxquant.kernels.mxfp4_sm90.persistent_gemm import kernel_constants, tma_descriptors
+from mxquant.kernels.mxfp4_sm90.prologue import Prologue
 from mxquant.kernels.mxfp4_sm90.tile_scheduler import TILES
 from mxquant.kernels.primitives.pdl import gdc_launch_dependents, gdc_wait
 from mxquant.kernels.runtime.launch import cached_launch, cdiv, multiprocessors, next_power_of_2

@@ -18,10 +18,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mxquant.kernels.mxfp4_sm90.activation import Prologue, plan_prologue
+from mxquant.kernels.mxfp4_sm90.activation import plan_prologue
 from mxquant.kernels.mxfp4_sm90.exact_fallback import any_out_of_range, exact_tile
 from mxquant.kernels.mxfp4_sm90.load import PackedWeight, load_max_exponent, row_scale_of
 from mxquant.kernels.mxfp4_sm90.mainloop import TOP_EXPONENT, Split, mainloop, split_range
+from mxquant.kernels.mxfp4_sm90.prologue import Prologue
 from mxquant.kernels.primitives.pdl import gdc_launch_dependents, gdc_wait
 from mxquant.kernels.runtime.launch import cached_launch, cdiv
 from mxquant.kernels.runtime.plan import Buffer, Kind, Plan, Step, kind

@@ -10,9 +10,10 @@ from torch import Tensor
 
 from kernels.every_kernel import KERNELS, assert_same_bits, modes_of, takes
 from mxquant.formats import FORMATS, dequantize_blocks, quantize_blocks
-from mxquant.kernels.mxfp4_sm90.activation import Prologue, rescale_activation
+from mxquant.kernels.mxfp4_sm90.activation import rescale_activation
 from mxquant.kernels.mxfp4_sm90.exact_fallback import fixup
 from mxquant.kernels.mxfp4_sm90.layout import pack_weight
+from mxquant.kernels.mxfp4_sm90.prologue import Prologue
 from mxquant.reference.rescale import E5M2_SPAN
 
 # Overflow and NaN are wanted here; NumPy, which Triton's interpreter computes with, warns of them.

@@ -8,10 +8,11 @@ import triton.language as tl
 from kernels.mxfp4_sm90.rescaled_rows import MXFP4
 from mxquant.formats import quantize_blocks
 from mxquant.kernels.mxfp4_sm90 import persistent_grouped_gemm
-from mxquant.kernels.mxfp4_sm90.activation import Prologue, rescale_activation
+from mxquant.kernels.mxfp4_sm90.activation import rescale_activation
 from mxquant.kernels.mxfp4_sm90.gluon_decode import load_tail_exponents, spread_two_blocks
 from mxquant.kernels.mxfp4_sm90.layout import pack_weight
 from mxquant.kernels.mxfp4_sm90.persistent_grouped_gemm import gather_rows, is_faster, row_tile_table
+from mxquant.kernels.mxfp4_sm90.prologue import Prologue
 
 # Where groups end: some empty, at the ends too; one group; nothing; ends that lie beyond the rows.
 OFFSETS = {
