@@ -104,10 +104,14 @@ def kernel_ready(multiply: Multiply) -> Multiply:
     return run
 
 
+# NOTE: to make a named tuple takes three times as long as to look it up.
+_prologue = functools.lru_cache(maxsize=256)(Prologue)
+
+
 def prologue_of(problem: Problem) -> Prologue:
     """What kernels do to the activations of a problem. A rotation is theirs only where the input is quantized."""
     rotated = problem.rotation is not None and problem.activation is not None
-    return Prologue(problem.activation_scale_mode, rotated, problem.gate)
+    return _prologue(problem.activation_scale_mode, rotated, problem.gate)
 
 
 def multiply_split_k(x: Tensor, weight: Operand, bias: Tensor | None, problem: Problem) -> Tensor:

@@ -64,15 +64,14 @@ _FP16_CONFIGS = (
 
 
 class GemmSpec(NamedTuple):
-    """What a plan is kept by: all that its steps depend on but the values and addresses of tensors."""
+    """What is to be planned."""
 
     m: int
     """Rows of the input."""
     n: int
     k: int
     x_stride: int
-    x_dtype: torch.dtype
-    bias: Kind | None
+    has_bias: bool
     prologue: Prologue
     dtype: torch.dtype
     """Of the result."""
@@ -97,14 +96,25 @@ def split_k_gemm(
         prologue: what happens to `x_MK` first; it has no gate.
     """
     (m, k), (x_stride, _) = x_MK.shape, x_MK.stride()
-    plan = _plan(GemmSpec(m, n, k, x_stride, x_MK.dtype, kind(bias_N), prologue, dtype, x_MK.device))
+    plan = _plan(m, n, k, x_stride, x_MK.dtype, kind(bias_N), prologue, dtype, x_MK.device)
     return plan(x_MK, w_packed, w_scale) if bias_N is None else plan(x_MK, w_packed, w_scale, bias_N)
 
 
 @functools.lru_cache(maxsize=4096)
-def _plan(spec: GemmSpec) -> Plan:
-    config = choose_config(spec.m, spec.prologue)
-    return plan_gemm(mxquant_mxfp4_split_k_gemm, spec, config, spec.m, cdiv(spec.m, config.block_m))
+def _plan(
+    m: int,
+    n: int,
+    k: int,
+    x_stride: int,
+    x_dtype: torch.dtype,  # NOTE: as `bias`, also what kernels are compiled for
+    bias: Kind | None,
+    prologue: Prologue,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Plan:
+    spec = GemmSpec(m, n, k, x_stride, bias is not None, prologue, dtype, device)
+    config = choose_config(m, prologue)
+    return plan_gemm(mxquant_mxfp4_split_k_gemm, spec, config, m, cdiv(m, config.block_m), {}, (), {})
 
 
 def choose_config(rows: int, prologue: Prologue) -> SplitKConfig:
@@ -119,42 +129,39 @@ def plan_gemm(
     config: SplitKConfig,
     rows: int,
     row_tiles: int,
-    group_tensors: dict[str, Kind | None] | None = None,
-    group_sizes: tuple[int, ...] = (),
-    group_constants: dict[str, Any] | None = None,
+    group_tensors: dict[str, bool],
+    group_sizes: tuple[int, ...],
+    group_constants: dict[str, Any],
 ) -> Plan:
     """The plan of a split-K kernel: the prologue, the kernel, and the reduction where K is split.
 
     Args:
         rows: of the result.
         row_tiles: tiles of rows to launch programs for.
-        group_tensors: what a grouped kernel takes before the bias. One that is None is not given; the kernel gets the
-            offsets in its place.
+        group_tensors: names of the tensors that a grouped kernel takes before the bias, and whether they are given; in
+            place of one that is not, the kernel gets the offsets.
         group_sizes, group_constants: what else a grouped kernel takes.
     """
-    group_tensors = group_tensors or {}
     tiles_n, splits = choose_split_k(spec.n, spec.k, row_tiles, config)
     buffers, prologue_step = plan_prologue(spec.m, spec.k, spec.x_stride, spec.prologue)
     x, stride = ("x_pre_quant", spec.k) if "x_pre_quant" in buffers else ("x", spec.x_stride)
     partials, reduction = split_k_reduction(splits, rows, spec.n)
-    has_bias = spec.bias is not None
     gemm = Step(
         kernel,
         (spec.n // (64 * tiles_n), splits, row_tiles),
         ("w_packed", "w_scale", "values", "row_scale", x,
          *(name if given else "offsets" for name, given in group_tensors.items()),
-         "bias" if has_bias else "y", "partial" if reduction else "y", rows, spec.n, spec.k, stride, *group_sizes),
-        {**(group_constants or {}), "BM": config.block_m, "TILES": tiles_n, "K_TAIL": spec.k // 32 % 8,
-         "BK": config.block_k, "PROMOTE": config.promote_k, "HAS_BIAS": has_bias, "MODE": spec.prologue.scale_mode,
+         "bias" if spec.has_bias else "y", "partial" if reduction else "y", rows, spec.n, spec.k, stride, *group_sizes),
+        {**group_constants, "BM": config.block_m, "TILES": tiles_n, "K_TAIL": spec.k // 32 % 8,
+         "BK": config.block_k, "PROMOTE": config.promote_k, "HAS_BIAS": spec.has_bias, "MODE": spec.prologue.scale_mode,
          "num_warps": 4, "num_stages": 3, "maxnreg": config.max_registers, "launch_pdl": True},
     )  # fmt: skip
-    given = "x", "w_packed", "w_scale", *(name for name, given in group_tensors.items() if given)
-    given += ("bias",) if has_bias else ()
+    optional = {**group_tensors, "bias": spec.has_bias}
+    tensors = "x", "w_packed", "w_scale", *(name for name, given in optional.items() if given)
     result = "y", Buffer((rows, spec.n), spec.dtype)
-    return Plan(given, result, buffers | partials, [prologue_step, gemm, *reduction], spec.device)
+    return Plan(tensors, result, buffers | partials, [prologue_step, gemm, *reduction], spec.device)
 
 
-@functools.lru_cache(maxsize=4096)
 def choose_split_k(n: int, k: int, row_tiles: int, config: SplitKConfig) -> tuple[int, int]:
     """Tiles of weight rows a program, and splits of K, of at least 256 columns each.
 

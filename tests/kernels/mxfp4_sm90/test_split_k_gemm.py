@@ -14,7 +14,7 @@ from mxquant.formats import dequantize_blocks, quantize_blocks
 from mxquant.kernels.mxfp4_sm90.grouped_gemm import grouped_gemm
 from mxquant.kernels.mxfp4_sm90.prologue import Prologue
 from mxquant.kernels.mxfp4_sm90.split_k_gemm import split_k_gemm
-from mxquant.modules.routing import route
+from mxquant.ops import route
 from mxquant.reference.hadamard import hadamard
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
