@@ -235,7 +235,7 @@ def _run_inspect(options: argparse.Namespace) -> _Answer:
         "producer": producer,
         "tensors": rows,
         "aliases": content.aliases,
-        "left_out": content.left_out,
+        "left_out": content.ignored,
         "bytes": content.checkpoint.nbytes,
         "parameters": sum(math.prod(row["shape"]) for row in rows),
     }

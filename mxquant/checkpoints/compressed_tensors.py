@@ -30,7 +30,7 @@ from mxquant.checkpoints.producer import (
     one_scale,
     refuse,
 )
-from mxquant.checkpoints.weight_spec import Stored
+from mxquant.checkpoints.weight_spec import WeightSpec
 from mxquant.formats import get_format
 from mxquant.tensor import MXTensor
 
@@ -215,7 +215,7 @@ def _modules(checkpoint: Checkpoint) -> Iterator[str]:
             yield name.removesuffix(".weight")
 
 
-def _stored(module: str, group: Mapping[str, Any], checkpoint: Checkpoint) -> Stored:
+def _stored(module: str, group: Mapping[str, Any], checkpoint: Checkpoint) -> WeightSpec:
     if (outputs := group.get("output_activations")) is not None:
         raise NotImplementedError(f"{module}: output_activations {outputs!r}: outputs are not quantized here")
     fmt = _format_of(module, group.get("weights"))
@@ -232,7 +232,7 @@ def _stored(module: str, group: Mapping[str, Any], checkpoint: Checkpoint) -> St
                 f"{module}: static scales of {activation} activations are not read: {arguments!r}"
             )
     packed = fmt != "mxfp8_e4m3"
-    return Stored(
+    return WeightSpec(
         name=f"{module}.weight",
         format=fmt,
         qdata=f"{module}.weight_packed" if packed else f"{module}.weight",

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from mxquant.checkpoints.producer import Producer, module_of
-from mxquant.checkpoints.provenance import Origin
+from mxquant.checkpoints.provenance import Provenance
 from mxquant.tensor import MXTensor
 
 _logger = logging.getLogger("mxquant")
@@ -29,7 +29,7 @@ class Encoded:
 
 
 def encode(
-    state: Mapping[str, Tensor], producer: Producer, origin: Origin | None, tied: Mapping[str, str] = _NONE
+    state: Mapping[str, Tensor], producer: Producer, origin: Provenance | None, tied: Mapping[str, str] = _NONE
 ) -> Encoded:
     """What `producer`'s files hold for the tensors of `state`, whose names are those of the files.
 
@@ -64,19 +64,19 @@ def encode(
     ]
     documents = producer.config(weights, ordinary)
     if known is not None:
-        tensors |= {name: {name: tensor} for name, tensor in known.left_out.items()}
+        tensors |= {name: {name: tensor} for name, tensor in known.ignored.items()}
         if known.schemes == {name: scheme_of(weight) for name, weight in weights.items()}:
             documents = _documents_as_they_were(known, documents)
     return Encoded(tensors, documents)
 
 
 def scheme_of(weight: MXTensor) -> tuple[Any, ...]:
-    """What an `Origin` remembers of a weight."""
+    """What an `Provenance` remembers of a weight."""
     scheme = weight.metadata.scheme
     return scheme.weight, scheme.activation, scheme.activation_scale_mode, scheme.static_activation_scale
 
 
-def _documents_as_they_were(origin: Origin, documents: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+def _documents_as_they_were(origin: Provenance, documents: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     kept = {"config.json": origin.quantization_config} if origin.quantization_config else {}
     if origin.hf_quant_config is not None:
         kept["hf_quant_config.json"] = origin.hf_quant_config

@@ -17,7 +17,7 @@ from torch import Tensor
 from mxquant.checkpoints.files import Checkpoint
 from mxquant.checkpoints.gpt_oss_original import as_in_transformers
 from mxquant.checkpoints.producer import Reading, check_not_rotated, refuse
-from mxquant.checkpoints.weight_spec import BLOCKS, Stored
+from mxquant.checkpoints.weight_spec import BLOCKS, WeightSpec
 from mxquant.tensor import MXTensor
 
 _BLOCK = 32
@@ -40,7 +40,7 @@ class GptOss:
                 if name.endswith(blocks):
                     weight = name.removesuffix(blocks)
                     stored.append(
-                        Stored(
+                        WeightSpec(
                             name=weight,
                             format="mxfp4",
                             qdata=name,

@@ -16,7 +16,7 @@ from typing import Any
 
 from mxquant.checkpoints.files import Checkpoint
 from mxquant.checkpoints.producer import ModelLayout, Rows
-from mxquant.checkpoints.weight_spec import Stored
+from mxquant.checkpoints.weight_spec import WeightSpec
 
 _NAMES = {
     r"embedding\.": "model.embed_tokens.",
@@ -46,7 +46,7 @@ _RENAMED = {"num_experts": "num_local_experts", "experts_per_token": "num_expert
 _ROPE = ("rope_theta", "rope_scaling_factor", "rope_ntk_alpha", "rope_ntk_beta", "initial_context_length")
 
 
-def as_in_transformers(checkpoint: Checkpoint, stored: Iterable[Stored]) -> ModelLayout:
+def as_in_transformers(checkpoint: Checkpoint, stored: Iterable[WeightSpec]) -> ModelLayout:
     """The checkpoint by transformers' names.
 
     Raises:

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from mxquant.checkpoints.files import Checkpoint, Reader, TensorInfo, open_checkpoint
+from mxquant.checkpoints.known_producers import producer_of
 from mxquant.checkpoints.producer import ModelLayout, Producer, Reading, Rows
-from mxquant.checkpoints.registry import producer_of
-from mxquant.checkpoints.weight_spec import Stored, build, check_stored
+from mxquant.checkpoints.weight_spec import WeightSpec, build, check_stored
 from mxquant.tensor import MXTensor
 from mxquant.tensor.metadata import logical_shape
 
@@ -32,10 +32,10 @@ class Content:
 
     checkpoint: Checkpoint
     producer: Producer | None
-    quantized: dict[str, Stored]
+    quantized: dict[str, WeightSpec]
     ordinary: list[str]
     """The tensors that are not quantized."""
-    left_out: dict[str, str]
+    ignored: dict[str, str]
     aliases: dict[str, str]
     dtype: torch.dtype
     """What quantized weights stand for, where the files do not say it of each."""
@@ -81,7 +81,7 @@ class Content:
         """One tensor by a reader of its own: its file is unmapped with the tensor."""
         return self.read(name, Reader(self.checkpoint))
 
-    def read_quantized(self, stored: Stored, read: Callable[[str], Tensor]) -> MXTensor:
+    def read_quantized(self, stored: WeightSpec, read: Callable[[str], Tensor]) -> MXTensor:
         return build(stored, self.checkpoint.tensors, self.dtype, read)
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -121,7 +121,7 @@ def read_content(path: str | os.PathLike[str]) -> Content:
     """
     checkpoint = open_checkpoint(path)
     producer, reading = _read_configs(checkpoint)
-    quantized: dict[str, Stored] = {}
+    quantized: dict[str, WeightSpec] = {}
     used: dict[str, str] = {}
     for stored in reading.stored:
         check_stored(stored, checkpoint.tensors)
@@ -134,20 +134,20 @@ def read_content(path: str | os.PathLike[str]) -> Content:
             if part in used:
                 raise ValueError(f"{part!r} belongs both to {used[part]!r} and to {stored.name!r}")
             used[part] = stored.name
-    ordinary = [name for name in checkpoint.tensors if name not in used and name not in reading.left_out]
+    ordinary = [name for name in checkpoint.tensors if name not in used and name not in reading.ignored]
     _check_ordinary(ordinary, quantized, checkpoint, producer)
     _check_aliases(reading.aliases, {*quantized, *ordinary})
-    if reading.left_out:
+    if reading.ignored:
         _logger.warning(
             "%d tensors of %s are left out: %s (%s)",
-            len(reading.left_out),
+            len(reading.ignored),
             checkpoint.path,
-            next(iter(reading.left_out.values())),
-            next(iter(reading.left_out)),
+            next(iter(reading.ignored.values())),
+            next(iter(reading.ignored)),
         )
     dtype = _model_dtype(checkpoint)
-    left_out, aliases = dict(reading.left_out), reading.aliases
-    return Content(checkpoint, producer, quantized, ordinary, left_out, aliases, dtype, reading.layout)
+    ignored, aliases = dict(reading.ignored), reading.aliases
+    return Content(checkpoint, producer, quantized, ordinary, ignored, aliases, dtype, reading.layout)
 
 
 def _read_configs(checkpoint: Checkpoint) -> tuple[Producer | None, Reading]:
@@ -186,7 +186,7 @@ def load_state(path: str | os.PathLike[str]) -> dict[str, Tensor]:
 
 
 def _check_ordinary(
-    ordinary: Iterable[str], quantized: Mapping[str, Stored], checkpoint: Checkpoint, producer: Producer | None
+    ordinary: Iterable[str], quantized: Mapping[str, WeightSpec], checkpoint: Checkpoint, producer: Producer | None
 ) -> None:
     who = "an unquantized checkpoint" if producer is None else f"a checkpoint of {producer.name}"
     for name in ordinary:

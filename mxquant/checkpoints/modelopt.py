@@ -34,7 +34,7 @@ from mxquant.checkpoints.producer import (
     one_scale,
     refuse,
 )
-from mxquant.checkpoints.weight_spec import Stored
+from mxquant.checkpoints.weight_spec import WeightSpec
 from mxquant.formats import get_format
 from mxquant.tensor import MXTensor
 
@@ -148,14 +148,14 @@ def _described(algorithm: str) -> dict[str, Any]:
     return {"quant_algo": algorithm, "group_size": get_format(_ALGORITHMS[algorithm].format).block_size}
 
 
-def _stored(module: str, config: Mapping[str, Any], checkpoint: Checkpoint) -> Stored:
+def _stored(module: str, config: Mapping[str, Any], checkpoint: Checkpoint) -> WeightSpec:
     algorithm = _ALGORITHMS[_algorithm_name(module, config)]
     input_scale = f"{module}.input_scale"
     static = algorithm.static or (algorithm.static is None and input_scale in checkpoint.tensors)
     mode = None
     if algorithm.activation is not None:
         mode = get_format(algorithm.activation, activation=True).default_scale_mode
-    return Stored(
+    return WeightSpec(
         name=f"{module}.weight",
         format=algorithm.format,
         qdata=f"{module}.weight",

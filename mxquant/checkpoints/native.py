@@ -10,7 +10,7 @@ from torch import Tensor
 from mxquant.backends.base import CANONICAL
 from mxquant.checkpoints.files import Checkpoint
 from mxquant.checkpoints.producer import Reading
-from mxquant.checkpoints.weight_spec import Stored
+from mxquant.checkpoints.weight_spec import WeightSpec
 from mxquant.tensor import MXTensor
 from mxquant.tensor.metadata import metadata_from_fields
 from mxquant.tensor.state import METADATA_KEY, SAVED_PARTS, parse_metadata
@@ -34,7 +34,7 @@ def described_in(headers: Iterable[Mapping[str, str]]) -> tuple[dict[str, Any], 
     return described, aliases
 
 
-class Own:
+class Native:
     name = "mxquant"
     by_modules = False
 
@@ -53,7 +53,7 @@ class Own:
                 part: f"{name}.{part}" if f"{name}.{part}" in checkpoint.tensors else None for part in SAVED_PARTS[2:]
             }
             stored.append(
-                Stored(
+                WeightSpec(
                     name=name,
                     format=metadata.scheme.weight,
                     axis=metadata.axis,

@@ -11,7 +11,7 @@ from typing import Any, NoReturn, Protocol
 from torch import Tensor
 
 from mxquant.checkpoints.files import Checkpoint
-from mxquant.checkpoints.weight_spec import Stored
+from mxquant.checkpoints.weight_spec import WeightSpec
 from mxquant.formats import get_format
 from mxquant.tensor import MXTensor
 
@@ -32,7 +32,7 @@ class ModelLayout:
 
     config: dict[str, Any]
     """config.json as transformers has it."""
-    stored: list[Stored]
+    stored: list[WeightSpec]
     ordinary: dict[str, Rows]
 
 
@@ -40,8 +40,8 @@ class ModelLayout:
 class Reading:
     """What a producer finds in its files."""
 
-    stored: list[Stored]
-    left_out: dict[str, str] = field(default_factory=dict)
+    stored: list[WeightSpec]
+    ignored: dict[str, str] = field(default_factory=dict)
     """Tensors that are no part of the weights, with the reason: scales of a KV cache."""
     aliases: dict[str, str] = field(default_factory=dict)
     """Tied names: each with the name that it stands for."""
@@ -76,7 +76,7 @@ class Producer(Protocol):
         """The tensors that the files hold for a weight, views of its own where they can be.
 
         Args:
-            known: scales that the weights came from, by their names in the files; see `Origin.scales`.
+            known: scales that the weights came from, by their names in the files; see `Provenance.scales`.
 
         Raises:
             NotImplementedError: the files cannot hold it; the message says what would be lost.
@@ -100,7 +100,7 @@ def modules_of_bytes(checkpoint: Checkpoint) -> list[str]:
 
 
 def kv_cache_scales(checkpoint: Checkpoint, suffixes: tuple[str, ...]) -> dict[str, str]:
-    """The tensors that are no part of the weights by their names, as `Reading.left_out`."""
+    """The tensors that are no part of the weights by their names, as `Reading.ignored`."""
     return {name: "scale of a KV cache" for name in checkpoint.tensors if name.endswith(suffixes)}
 
 

@@ -16,12 +16,12 @@ from torch import Tensor
 from mxquant.checkpoints.files import Reader
 from mxquant.checkpoints.load import Content
 
-ORIGIN = "_mxquant_origin"
-"""The attribute of a model that has its `Origin`."""
+PROVENANCE = "_mxquant_provenance"
+"""The attribute of a model that has its `Provenance`."""
 
 
 @dataclass(frozen=True)
-class Origin:
+class Provenance:
     """Where a model's tensors came from."""
 
     producer: str
@@ -31,13 +31,13 @@ class Origin:
     """Format and rule for activations of each quantized weight, by its name in the files."""
     scales: dict[str, Tensor] = field(default_factory=dict)
     """Scales of whole tensors that are no fp32 multipliers in the files, by their names there."""
-    left_out: dict[str, Tensor] = field(default_factory=dict)
+    ignored: dict[str, Tensor] = field(default_factory=dict)
     """Tensors that are no part of the model."""
     dtypes: dict[str, torch.dtype] = field(default_factory=dict)
     """Of the tensors that are not quantized."""
 
     @classmethod
-    def of(cls, content: Content) -> Origin:
+    def of(cls, content: Content) -> Provenance:
         checkpoint, reader = content.checkpoint, Reader(content.checkpoint)
         assert content.producer is not None
         scales = {
@@ -55,6 +55,6 @@ class Origin:
                 for name, s in content.quantized.items()
             },
             scales,
-            {name: reader.read(name).clone() for name in content.left_out},
+            {name: reader.read(name).clone() for name in content.ignored},
             {name: content.read(name, reader).dtype for name in content.ordinary},
         )

@@ -35,7 +35,7 @@ from mxquant.checkpoints.producer import (
     refuse,
 )
 from mxquant.checkpoints.quark_schemes import DTYPES, MODES, Scheme, read_scheme, write_scheme
-from mxquant.checkpoints.weight_spec import Stored
+from mxquant.checkpoints.weight_spec import WeightSpec
 from mxquant.tensor import MXTensor
 
 _FOLDED = ("smooth", "autosmoothquant", "awq", "gptq", "gptaq", "autoround", "qronos")
@@ -152,11 +152,11 @@ def _check_outputs(module: str, layer: Mapping[str, Any], config: Mapping[str, A
         raise NotImplementedError(f"{module}: output_tensors {outputs!r}: outputs are not quantized here")
 
 
-def _stored(module: str, config: Mapping[str, Any]) -> Stored:
+def _stored(module: str, config: Mapping[str, Any]) -> WeightSpec:
     layer = _layer_of(module, config)
     _check_outputs(module, layer, config)
     scheme = read_scheme(module, layer)
-    return Stored(
+    return WeightSpec(
         name=f"{module}.weight",
         format=scheme.format,
         qdata=f"{module}.weight",

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from mxquant.checkpoints.files import Checkpoint
 from mxquant.checkpoints.producer import Reading, refuse
-from mxquant.checkpoints.weight_spec import PACKED, SWIZZLED, Stored
+from mxquant.checkpoints.weight_spec import PACKED, SWIZZLED, WeightSpec
 from mxquant.tensor import MXTensor
 
 _ELEMENTS = {
@@ -75,7 +75,7 @@ def _json(header: Mapping[str, str], key: str) -> Any:
     return content
 
 
-def _stored(name: str, described: Mapping[str, Any]) -> Stored:
+def _stored(name: str, described: Mapping[str, Any]) -> WeightSpec:
     kind, fields, parts = (described.get(key) for key in ("_type", "_data", "_tensor_data_names"))
     if kind not in ("MXTensor", "NVFP4Tensor") or not isinstance(fields, dict) or not isinstance(parts, list):
         raise NotImplementedError(f"{name} is a {kind!r} of torchao; read are MXTensor and NVFP4Tensor")
@@ -88,7 +88,7 @@ def _stored(name: str, described: Mapping[str, Any]) -> Stored:
     module, _, attribute = name.rpartition(".")
     prefix = f"{module}._{attribute}_"
     activation, mode = _activation(name, fmt, fields.get("act_quant_kwargs"))
-    return Stored(
+    return WeightSpec(
         name=name,
         format=fmt,
         qdata=f"{prefix}qdata",

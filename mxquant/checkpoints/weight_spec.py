@@ -30,7 +30,7 @@ _SCALE_DTYPES = {"e8m0": ("U8", "F8_E8M0"), "e4m3": ("F8_E4M3", "U8")}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Stored:
+class WeightSpec:
     """The tensors of one quantized weight, by their names in the files."""
 
     name: str
@@ -60,7 +60,7 @@ class Stored:
         return (self.qdata, self.scale, *(name for name in optional if name is not None))
 
 
-def check_stored(stored: Stored, tensors: Mapping[str, TensorInfo]) -> tuple[int, ...]:
+def check_stored(stored: WeightSpec, tensors: Mapping[str, TensorInfo]) -> tuple[int, ...]:
     """The physical shape (the blocked axis last) of a weight whose tensors fit each other.
 
     Raises:
@@ -95,7 +95,7 @@ def check_stored(stored: Stored, tensors: Mapping[str, TensorInfo]) -> tuple[int
 
 
 def _check_declared(
-    stored: Stored, qdata: TensorInfo, scale: TensorInfo, fmt: Format, metadata: Metadata, shape: tuple[int, ...]
+    stored: WeightSpec, qdata: TensorInfo, scale: TensorInfo, fmt: Format, metadata: Metadata, shape: tuple[int, ...]
 ) -> tuple[int, ...]:
     if not -len(shape) <= metadata.axis < 0:
         raise ValueError(f"{stored.name!r}: axis {metadata.axis} is out of range for shape {shape}")
@@ -113,7 +113,7 @@ def _check_declared(
     return physical
 
 
-def _physical_shape(stored: Stored, shape: tuple[int, ...], fmt: Format) -> tuple[int, ...]:
+def _physical_shape(stored: WeightSpec, shape: tuple[int, ...], fmt: Format) -> tuple[int, ...]:
     if stored.arrangement == BLOCKS:
         assert fmt.block_size is not None
         if len(shape) < 3 or shape[-1] != fmt.packed_size(fmt.block_size):
@@ -140,7 +140,7 @@ def _check_dtype(name: str, info: TensorInfo, accepted: tuple[str, ...], fmt: Fo
 
 
 def build(
-    stored: Stored, tensors: Mapping[str, TensorInfo], dtype: torch.dtype, read: Callable[[str], Tensor]
+    stored: WeightSpec, tensors: Mapping[str, TensorInfo], dtype: torch.dtype, read: Callable[[str], Tensor]
 ) -> MXTensor:
     """The MXTensor of a weight, around views of the tensors that `read` gives wherever their bytes lie as they should.
 
@@ -181,7 +181,7 @@ def build(
         raise ValueError(f"cannot read {stored.name!r}: {error}") from error
 
 
-def _multiplier(stored: Stored, name: str | None, read: Callable[[str], Tensor]) -> Tensor | None:
+def _multiplier(stored: WeightSpec, name: str | None, read: Callable[[str], Tensor]) -> Tensor | None:
     if name is None:
         return None
     value = read(name)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mxquant.checkpoints.atomic_replace import put_in_place, recover
+from mxquant.checkpoints.atomic_replace import atomic_replace, recover
 from mxquant.checkpoints.files import INDEX, WEIGHTS, json_of
 from mxquant.tensor import MXTensor
 from mxquant.tensor.metadata import VERSION
@@ -49,7 +49,7 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
         _sync(fresh)
         is_complete = True
         _keep_others(target, fresh)
-        put_in_place(fresh, target)
+        atomic_replace(fresh, target)
     except OSError as error:
         if not is_complete:
             shutil.rmtree(fresh, ignore_errors=True)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from mxquant.checkpoints.files import Reader
 from mxquant.checkpoints.load import Content, read_content
-from mxquant.checkpoints.provenance import ORIGIN, Origin
+from mxquant.checkpoints.provenance import PROVENANCE, Provenance
 from mxquant.integrations.device_map import without_disk
 from mxquant.integrations.extra import needing_transformers
 from mxquant.modules.quantize_target import replace_parameter
@@ -139,7 +139,7 @@ def _mark(model: Any, content: Content, roles: dict[str, str]) -> None:
     model.is_quantized, model.quantization_method = True, "mxquant"
     # What transformers saves has merged experts; only `save_pretrained` for another producer takes them apart.
     conversions = loading_conversions(vars(model).get("_weight_conversions"), roles)
-    remembered = {ORIGIN: Origin.of(content), CONVERSIONS: conversions, ROLES: roles}
+    remembered = {PROVENANCE: Provenance.of(content), CONVERSIONS: conversions, ROLES: roles}
     vars(model).update(remembered | {"_weight_conversions": []})
 
 

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from mxquant.checkpoints.encode import Encoded, encode
 from mxquant.checkpoints.files import json_of
+from mxquant.checkpoints.known_producers import get_producer
 from mxquant.checkpoints.producer import Producer
-from mxquant.checkpoints.provenance import ORIGIN
-from mxquant.checkpoints.registry import get_producer
+from mxquant.checkpoints.provenance import PROVENANCE
 from mxquant.checkpoints.write import MAX_SHARD_BYTES, ShardWriter, described, replacing
 from mxquant.integrations.device_map import whole_state
 from mxquant.integrations.extra import needing_transformers
@@ -60,7 +60,7 @@ def save_pretrained(
         )
     own = target.name == "mxquant"
     state, tied = _untied(model)
-    origin = vars(model).get(ORIGIN)
+    origin = vars(model).get(PROVENANCE)
     came_from_there = origin is not None and origin.producer == producer
     names = state if own else _names_in_files(model, state, target, came_from_there)
     encoded = encode(names, target, origin, {name: first for name, first in tied.items() if first in names})

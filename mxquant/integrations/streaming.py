@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from mxquant.checkpoints.compressed_tensors import with_divisor
 from mxquant.checkpoints.files import json_of
+from mxquant.checkpoints.known_producers import get_producer
 from mxquant.checkpoints.load import Content, read_content
 from mxquant.checkpoints.producer import Producer, module_of
-from mxquant.checkpoints.registry import get_producer
 from mxquant.checkpoints.write import MAX_SHARD_BYTES, ShardWriter, described, replacing
 from mxquant.integrations.extra import needing_transformers
 from mxquant.integrations.parameters import read_parameter

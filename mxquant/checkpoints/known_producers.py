@@ -6,13 +6,13 @@ from mxquant.checkpoints.compressed_tensors import CompressedTensors
 from mxquant.checkpoints.files import Checkpoint
 from mxquant.checkpoints.gpt_oss import GptOss
 from mxquant.checkpoints.modelopt import ModelOpt
-from mxquant.checkpoints.native import Own
+from mxquant.checkpoints.native import Native
 from mxquant.checkpoints.producer import Producer
 from mxquant.checkpoints.quark import Quark
 from mxquant.checkpoints.torchao import TorchAO
 
 PRODUCERS: dict[str, Producer] = {
-    producer.name: producer for producer in (Own(), CompressedTensors(), Quark(), ModelOpt(), GptOss(), TorchAO())
+    producer.name: producer for producer in (Native(), CompressedTensors(), Quark(), ModelOpt(), GptOss(), TorchAO())
 }
 
 
