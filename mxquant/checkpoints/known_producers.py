@@ -1,4 +1,4 @@
-"""The producers, in the order in which they are asked whether a checkpoint is theirs."""
+"""The one list of producers, in the order in which they are asked whether a checkpoint is theirs."""
 
 from __future__ import annotations
 
@@ -16,17 +16,27 @@ PRODUCERS: dict[str, Producer] = {
 }
 
 
-def producer_of(checkpoint: Checkpoint) -> Producer | None:
-    """The producer that the files name; None for a checkpoint that is not quantized.
+def sidecar_files() -> tuple[str, ...]:
+    """The JSON files beside config.json that belong to a checkpoint's weights."""
+    return tuple(file for producer in PRODUCERS.values() for file in producer.sidecars)
+
+
+def weight_suffixes() -> tuple[str, ...]:
+    """The name endings of tensors that make up a quantized weight."""
+    return tuple({suffix for producer in PRODUCERS.values() for suffix in producer.suffixes})
+
+
+def recognize(checkpoint: Checkpoint) -> Producer | None:
+    """The producer that wrote a checkpoint; None if it is not quantized.
 
     Raises:
-        NotImplementedError: they name one that is not known.
+        NotImplementedError: it is quantized, by an unknown producer.
     """
     for producer in PRODUCERS.values():
         if producer.recognizes(checkpoint):
             return producer
     method = checkpoint.quantization_config.get("quant_method")
-    if checkpoint.quantization_config or checkpoint.hf_quant_config:
+    if checkpoint.quantization_config or checkpoint.sidecars:
         raise NotImplementedError(
             f"{checkpoint.path} is quantized by quant_method {method!r}; read are {', '.join(PRODUCERS)}"
         )
@@ -42,3 +52,23 @@ def get_producer(name: str) -> Producer:
     if name not in PRODUCERS:
         raise ValueError(f"producer {name!r} is unknown; use one of {', '.join(PRODUCERS)}")
     return PRODUCERS[name]
+
+
+def writable_producers() -> list[str]:
+    """The names of the producers whose files mxquant writes."""
+    return [name for name, producer in PRODUCERS.items() if producer.can_write]
+
+
+def get_writer(name: str) -> Producer:
+    """The producer called `name`, whose files are to be written.
+
+    Raises:
+        ValueError: there is none.
+        NotImplementedError: its files are only read.
+    """
+    producer = get_producer(name)
+    if not producer.can_write:
+        raise NotImplementedError(
+            f"{name} checkpoints are read, not written; save as one of {', '.join(writable_producers())}"
+        )
+    return producer
