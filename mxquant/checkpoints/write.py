@@ -180,7 +180,7 @@ class ShardWriter:
         config = dict(model_config)
         if CONFIG in documents:
             config["quantization_config"] = documents[CONFIG]
-        for name, document in (documents | {CONFIG: config}).items():
+        for name, document in (documents | ({CONFIG: config} if config else {})).items():
             _write_json(self._folder / name, document)
 
     def _part(self, index: int) -> Path:
