@@ -9,7 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 from mxquant.api import dequantize_, quantize_, summary
 from mxquant.backends import list_backends, register_backend
-from mxquant.checkpoints import load_state
+from mxquant.checkpoints import load_state, save_state
 from mxquant.config import GPTQ, MXFP4Config, MXFP6Config, MXFP8Config, NVFP4Config, mxfp4, mxfp6, mxfp8, nvfp4
 from mxquant.explanation import explain
 from mxquant.integrations import torchao as _torchao  # registers the configs with torchao
@@ -46,6 +46,7 @@ __all__ = [
     "from_pretrained",
     "load_state",
     "save_pretrained",
+    "save_state",
     # Backends
     "register_backend",
     "list_backends",

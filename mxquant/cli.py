@@ -20,13 +20,12 @@ from typing import Any
 
 import torch
 
-from mxquant.checkpoints import PRODUCERS, Content, get_producer, read_content
+from mxquant.checkpoints import Content, get_producer, read_content, writable_producers
 from mxquant.checkpoints.compare import Comparison, TensorDifference, compare
 from mxquant.checkpoints.files import without_duplicates
 from mxquant.config import resolve_mapping
 from mxquant.explanation import explain
 from mxquant.formats import ACTIVATION_FORMATS, WEIGHT_FORMATS, get_format
-from mxquant.scheme import Scheme
 from mxquant.tables import text_table
 
 _ERRORS = (ValueError, TypeError, NotImplementedError, OSError, ImportError, RuntimeError)
@@ -125,9 +124,12 @@ def _add_quantize(commands: Any) -> None:
         choices=("same", "none", *ACTIVATION_FORMATS, "mxfp6", "mxfp8"),
         help="with --format: 'same' (the default), 'none' for weight-only, or another format",
     )
-    writers = [name for name in PRODUCERS if name != "torchao"]
     command.add_argument(
-        "--as", dest="producer", choices=writers, default="mxquant", help="whose files to write (default: %(default)s)"
+        "--as",
+        dest="producer",
+        choices=writable_producers(),
+        default="mxquant",
+        help="whose files to write (default: %(default)s)",
     )
     command.add_argument("--max-shard-bytes", type=_size, metavar="N", help="the most that one file holds, such as 5GB")
 
@@ -235,7 +237,7 @@ def _run_inspect(options: argparse.Namespace) -> _Answer:
         "producer": producer,
         "tensors": rows,
         "aliases": content.aliases,
-        "left_out": content.left_out,
+        "left_out": content.ignored,
         "bytes": content.checkpoint.nbytes,
         "parameters": sum(math.prod(row["shape"]) for row in rows),
     }
@@ -258,17 +260,18 @@ def _run_inspect(options: argparse.Namespace) -> _Answer:
 
 
 def _row(content: Content, name: str) -> dict[str, Any]:
-    stored, shape, nbytes = content.quantized.get(name), content.shape(name), content.nbytes(name)
+    spec, shape, nbytes = content.quantized.get(name), content.shape(name), content.nbytes(name)
     bits = 8 * nbytes / max(1, math.prod(shape))
     row: dict[str, Any] = {"name": name, "shape": list(shape), "bits": bits, "bytes": nbytes}
-    if stored is None:
+    if spec is None:
         dtype = content.checkpoint.tensors[name].dtype
         return row | {"format": dtype.lower(), "precision": None, "activation": None, "rotation": None}
+    scheme = spec.scheme
     return row | {
-        "format": stored.format,
-        "precision": Scheme(stored.format, stored.activation).precision,
-        "activation": stored.activation,
-        "rotation": None if stored.declared is None else stored.declared[0].scheme.rotation,
+        "format": scheme.weight,
+        "precision": scheme.precision,
+        "activation": scheme.activation,
+        "rotation": scheme.rotation,
     }
 
 
@@ -323,10 +326,8 @@ def _finite(value: float) -> float | str:
 def _run_explain(options: argparse.Namespace) -> _Answer:
     content = read_content(options.path)
     kinds: dict[tuple[Any, ...], list[str]] = {}
-    for name, stored in content.quantized.items():
-        static = stored.activation_scale is not None
-        key = (stored.format, stored.activation, stored.activation_scale_mode, static, content.shape(name), stored.axis)
-        kinds.setdefault(key, []).append(name)
+    for name, spec in content.quantized.items():
+        kinds.setdefault((spec.scheme, content.shape(name), spec.axis), []).append(name)
     if not kinds:
         raise ValueError(f"{options.path} is not quantized, so no backend computes it; quantize it first")
     explained = [
@@ -342,11 +343,11 @@ def _run_explain(options: argparse.Namespace) -> _Answer:
 
 def _without_values(content: Content, name: str) -> Any:
     """A weight of the file's shapes and formats whose bytes are not read."""
-    stored, tensors = content.quantized[name], content.checkpoint.tensors
+    spec, tensors = content.quantized[name], content.checkpoint.tensors
 
     def read(part: str) -> torch.Tensor:
         if tensors[part].dtype == "F32":
             return torch.ones(tensors[part].shape)
         return torch.zeros(1, dtype=torch.uint8).expand(tensors[part].shape)
 
-    return content.read_quantized(stored, read)
+    return content.read_quantized(spec, read)

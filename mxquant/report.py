@@ -6,17 +6,15 @@ import html
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from mxquant.modules.sites import SKIP_REASON
 from mxquant.tables import html_table, text_table
 from mxquant.tensor import MXTensor
-
-_CHUNK_ELEMENTS = 1 << 20
+from mxquant.tensor.sqnr import sqnr_db
 
 
 @dataclass(frozen=True)
@@ -150,7 +148,7 @@ def summarize(
         nbytes_before += parameter.numel() * parameter.dtype.itemsize
         num_parameters += parameter.numel()
         if isinstance(parameter, MXTensor):
-            sqnr = None if originals is None else _sqnr_db(parameter, _original_of(parameter, holders, originals))
+            sqnr = None if originals is None else sqnr_db(_original_of(parameter, holders, originals), parameter)
             row = _quantized_row(parameter, holders, backend_of(parameter), sqnr)
             outputs = (output_sqnr_db or {}).get(row.name.rpartition(".")[0])
             quantized.append(replace(row, output_sqnr_db=outputs))
@@ -214,20 +212,6 @@ def _original_of(weight: MXTensor, holders: list[tuple[str, nn.Module]], origina
             "pass the same model, unquantized"
         )
     return original.detach()
-
-
-def _sqnr_db(weight: MXTensor, original: Tensor) -> float:
-    """Computed some rows at a time, so that no weight is ever dequantized whole."""
-    rows = max(1, _CHUNK_ELEMENTS // max(1, math.prod(weight.shape[1:])))
-    signal = noise = 0.0
-    for start in range(0, weight.shape[0], rows):
-        values = cast(MXTensor, weight[start : start + rows]).dequantize(torch.float32)
-        wanted = original[start : start + rows].to(values)
-        signal += torch.linalg.vector_norm(wanted, dtype=torch.float64).item() ** 2
-        noise += torch.linalg.vector_norm(wanted - values, dtype=torch.float64).item() ** 2
-    if noise == 0:
-        return math.inf
-    return 10 * math.log10(signal / noise) if signal else -math.inf
 
 
 def _cells(row: QuantizedWeight) -> list[str]:

@@ -154,7 +154,7 @@ def test_bits_are_counted_from_bytes(format: str, bits: float) -> None:
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("from_state_dict", [False, True])
 def test_sqnr_is_its_definition(format: str, from_state_dict: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mxquant.report._CHUNK_ELEMENTS", 500)  # so that a weight is read in several chunks
+    monkeypatch.setattr("mxquant.tensor.sqnr._CHUNK_ELEMENTS", 500)  # so that a weight is read in several chunks
     model = mlp(dtype=torch.bfloat16)
     original = copy.deepcopy(model)
     quantize_(model, format)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,6 +10,7 @@ from torch import Tensor, nn
 
 from mxquant.algorithms.blockwise import Batch, calibration_mode, model_stage
 from mxquant.tensor import MXTensor
+from mxquant.tensor.sqnr import decibels
 
 
 def output_sqnr_db(model: nn.Module, original: nn.Module, batches: Sequence[Batch]) -> dict[str, float]:
@@ -52,8 +52,4 @@ def output_sqnr_db(model: nn.Module, original: nn.Module, batches: Sequence[Batc
     finally:
         for handle in handles:
             handle.remove()
-    return {
-        name: 10 * math.log10(signal / noise) if noise else math.inf
-        for name, (signal, noise) in powers.items()
-        if signal
-    }
+    return {name: decibels(signal, noise) for name, (signal, noise) in powers.items() if signal}

@@ -18,7 +18,7 @@ _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # linux/fcntl.h, linux/fs.h
 _NOT_SUPPORTED = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP)
 
 
-def put_in_place(fresh: Path, target: Path) -> None:
+def atomic_replace(fresh: Path, target: Path) -> None:
     """Make `fresh`, on the same file system, the folder `target`; what was there is gone.
 
     Raises:
@@ -26,13 +26,13 @@ def put_in_place(fresh: Path, target: Path) -> None:
     """
     if not target.exists():
         fresh.rename(target)
-    elif exchange(fresh, target):
+    elif rename_exchange(fresh, target):
         shutil.rmtree(fresh, ignore_errors=True)
     else:
         _replace(fresh, target)
 
 
-def exchange(first: Path, second: Path) -> bool:
+def rename_exchange(first: Path, second: Path) -> bool:
     """Exchange two folders in one step; False where the system cannot.
 
     Raises:

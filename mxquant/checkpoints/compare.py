@@ -1,9 +1,8 @@
-"""How two checkpoints differ, tensor by tensor, read a few rows at a time."""
+"""Compare two checkpoints tensor by tensor."""
 
 from __future__ import annotations
 
 import logging
-import math
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -14,6 +13,7 @@ from torch import Tensor
 
 from mxquant.checkpoints.load import Content, read_content
 from mxquant.tensor import MXTensor
+from mxquant.tensor.sqnr import sqnr_db
 
 _logger = logging.getLogger("mxquant")
 _CHUNK_ELEMENTS = 1 << 22
@@ -21,23 +21,23 @@ _CHUNK_ELEMENTS = 1 << 22
 
 @dataclass(frozen=True)
 class TensorDifference:
-    """One tensor of both checkpoints."""
+    """One tensor that both checkpoints have."""
 
     name: str
     kinds: tuple[str, str]
-    """The format or dtype in each."""
+    """Its format or dtype in each."""
     shape: tuple[int, ...]
     differing_bytes: int | None
-    """Of codes and scales, or of values; None where they are not stored alike."""
+    """Of codes and scales, or of values; None if they are not stored alike."""
     nbytes: int
-    """In the first."""
+    """In the first checkpoint."""
     sqnr_db: float
-    """20 log10(|a| / |a - b|); inf where all values are equal."""
+    """SQNR of the second against the first; inf if all values are equal."""
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Two checkpoints."""
+    """The whole comparison."""
 
     tensors: list[TensorDifference] = field(default_factory=list)
     only_first: list[str] = field(default_factory=list)
@@ -46,7 +46,7 @@ class Comparison:
 
 
 class Tensors(Protocol):
-    """What is compared: named tensors, each read when asked for."""
+    """Named tensors that are read one at a time."""
 
     @property
     def names(self) -> list[str]: ...
@@ -63,15 +63,16 @@ def compare(
     second: str | os.PathLike[str],
     by_model: Callable[[Content], Tensors | None] = lambda content: None,
 ) -> Iterator[TensorDifference | Comparison]:
-    """Each tensor that both have, and at last the whole comparison.
+    """Yield the difference of each tensor that both checkpoints have, and finally the whole comparison.
 
     Args:
-        by_model: the tensors of a checkpoint by the names that its model has, or None where the model is not known. It
-            is asked where the files name or split them otherwise, as mixtures' experts; where it raises ValueError or
-            NotImplementedError, the log says so, and names are those of the files.
+        by_model: gives a checkpoint's tensors under the names of its model, or None if the model is unknown. It is
+            called if the files do not have the same names, as when experts are split in one of them. If it raises
+            ValueError or NotImplementedError, that is logged, and the files' names are compared.
 
     Raises:
-        FileNotFoundError, ValueError, NotImplementedError: as `load_state`; ValueError if they have no name in common.
+        FileNotFoundError, NotImplementedError: as `load_state`.
+        ValueError: as `load_state`, or no name is in both checkpoints.
     """
     a, b = _named_alike(read_content(first), read_content(second), by_model)
     ours, theirs = set(a.names), set(b.names)
@@ -103,12 +104,12 @@ def _named_alike(a: Content, b: Content, by_model: Callable[[Content], Tensors |
 def _difference(name: str, a: Tensors, b: Tensors) -> TensorDifference:
     x, y = a.read_alone(name), b.read_alone(name)
     return TensorDifference(
-        name, (kind(x), kind(y)), tuple(x.shape), _differing_bytes(x, y), a.nbytes(name), sqnr_db(x, y)
+        name, (_kind(x), _kind(y)), tuple(x.shape), _differing_bytes(x, y), a.nbytes(name), sqnr_db(x, y)
     )
 
 
-def kind(tensor: Tensor) -> str:
-    """The format of a quantized tensor, or the dtype."""
+def _kind(tensor: Tensor) -> str:
+    """The format of a quantized tensor, the dtype of another one."""
     return tensor.format if isinstance(tensor, MXTensor) else str(tensor.dtype).removeprefix("torch.")
 
 
@@ -127,29 +128,8 @@ def _differing_bytes(x: Tensor, y: Tensor) -> int | None:
 def _count(p: Tensor, q: Tensor) -> int:
     if p.shape != q.shape:
         p, q = torch.broadcast_tensors(p, q)
-    flat = (t.contiguous().reshape(-1).view(torch.uint8) for t in (p, q))
-    a, b = flat
+    a, b = (t.contiguous().reshape(-1).view(torch.uint8) for t in (p, q))
     return sum(
         int((a[i : i + _CHUNK_ELEMENTS] != b[i : i + _CHUNK_ELEMENTS]).sum())
         for i in range(0, a.numel(), _CHUNK_ELEMENTS)
     )
-
-
-def sqnr_db(x: Tensor, y: Tensor) -> float:
-    """Signal to quantization noise of `y` as a stand-in for `x`, some rows at a time."""
-    if x.dim() == 0:
-        x, y = x.reshape(1), y.reshape(1)
-    rows = max(1, _CHUNK_ELEMENTS // max(1, math.prod(x.shape[1:])))
-    signal = noise = 0.0
-    for start in range(0, x.shape[0], rows):
-        wanted, given = _values(x[start : start + rows]), _values(y[start : start + rows])
-        signal += torch.linalg.vector_norm(wanted).item() ** 2
-        noise += torch.linalg.vector_norm(wanted - given).item() ** 2
-    if noise == 0:
-        return math.inf
-    return 10 * math.log10(signal / noise) if signal else -math.inf
-
-
-def _values(part: Tensor) -> Tensor:
-    values = part.dequantize(torch.float32) if isinstance(part, MXTensor) else part
-    return values.double()

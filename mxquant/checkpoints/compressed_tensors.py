@@ -6,7 +6,7 @@
 | mxfp8-quantized | `weight` E4M3 [N, K], `weight_scale` uint8 [N, K / 32] |
 | nvfp4-pack-quantized | `weight_packed`, `weight_scale` E4M3 [N, K / 16], `weight_global_scale` fp32 [1] |
 
-With quantized activations NVFP4 has an `input_global_scale` fp32 [1] too. Values are divided by its global scales.
+NVFP4 with quantized activations also has an `input_global_scale` fp32 [1]. Values are divided by the global scales.
 
 Source: compressed-tensors 0.20 `compressors/{nvfp4,mxfp4,mxfp8}/base.py`, `quantization/quant_args.py`.
 """
@@ -14,24 +14,16 @@ Source: compressed-tensors 0.20 `compressors/{nvfp4,mxfp4,mxfp8}/base.py`, `quan
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
-from mxquant.checkpoints.files import Checkpoint
-from mxquant.checkpoints.producer import (
-    Reading,
-    check_matrix,
-    check_mode,
-    kv_cache_scales,
-    matches,
-    module_of,
-    one_scale,
-    refuse,
-)
-from mxquant.checkpoints.weight_spec import Stored
+from mxquant.checkpoints.files import CONFIG, Checkpoint, Documents
+from mxquant.checkpoints.producer import Producer, Reading, kv_cache_scales, matches, module_of
+from mxquant.checkpoints.weight_spec import WeightSpec
 from mxquant.formats import get_format
+from mxquant.scheme import Scheme
 from mxquant.tensor import MXTensor
 
 _FORMATS = {(4, 32): "mxfp4", (4, 16): "nvfp4", (6, 32): "mxfp6_e2m3", (8, 32): "mxfp8_e4m3"}
@@ -41,15 +33,15 @@ _NAMES = {
     "mxfp6_e2m3": "mxfp6-pack-quantized",
     "mxfp8_e4m3": "mxfp8-quantized",
 }
-# `compressors/mx_utils.py` rounds every MX scale as for an E2M1 element.
+# NOTE: `compressors/mx_utils.py` rounds every MX scale as for an E2M1 element.
 _ACTIVATION_MODES = {"mxfp4": "even", "mxfp6_e2m3": "even", "mxfp8_e4m3": "even_fp4", "nvfp4": "even"}
 _LINEAR = "Linear"
 _KV_SCALES = (".k_scale", ".v_scale", ".q_scale")
 
 
-class CompressedTensors:
+class CompressedTensors(Producer):
     name = "compressed-tensors"
-    by_modules = False
+    suffixes = (".weight_packed", ".weight_scale", ".weight_global_scale", ".input_global_scale")
 
     def recognizes(self, checkpoint: Checkpoint) -> bool:
         return checkpoint.quantization_config.get("quant_method") == self.name
@@ -61,26 +53,27 @@ class CompressedTensors:
                 f"transform_config {transforms!r}: transforms of activations are not computed here"
             )
         groups = _groups(config)
-        stored = [
-            _stored(module, _group_of(module, groups), checkpoint) for module in sorted(set(_modules(checkpoint)))
-        ]
-        return Reading(stored, kv_cache_scales(checkpoint, _KV_SCALES))
+        modules = sorted(set(_modules(checkpoint)))
+        quantized = [_spec(module, _group_of(module, groups), checkpoint) for module in modules]
+        return Reading(quantized, kv_cache_scales(checkpoint, _KV_SCALES))
 
     def activation_scale_mode(self, activation: str) -> str | None:
         return _ACTIVATION_MODES.get(activation)
 
-    def encode(self, name: str, weight: MXTensor, known: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        check_matrix(self.name, name, weight, _NAMES)
+    def prepare(self, weight: MXTensor) -> MXTensor:
+        """Move the per-tensor scale to the nearest reciprocal of an fp32 number, at most one bit away.
+
+        Codes and block scales stay as they are.
+        """
+        scale = weight.operand.per_tensor_scale
+        return weight if scale is None else weight.rewrap(weight.operand._replace(per_tensor_scale=1 / (1 / scale)))
+
+    def encode(self, name: str, weight: MXTensor, stored_scales: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        self.check_matrix(name, weight, _NAMES)
         if weight.activation not in (None, weight.format):
-            refuse(
-                self.name,
-                name,
-                weight,
-                f"activations in {weight.activation}, another format than the weight's",
-                "quantize with activation='same' or None, or save as 'mxquant'",
-            )
-        if weight.activation is not None:
-            check_mode(self.name, name, weight, _ACTIVATION_MODES[weight.format])
+            lost = f"activations in {weight.activation}, another format than the weight's"
+            self.refuse(name, weight, lost, "quantize with activation='same' or None")
+        self.check_activation_scale_mode(name, weight)
         module, canonical = module_of(name), weight.canonical()
         codes = "weight" if weight.format == "mxfp8_e4m3" else "weight_packed"
         qdata = canonical.qdata.view(torch.float8_e4m3fn) if codes == "weight" else canonical.qdata
@@ -88,44 +81,36 @@ class CompressedTensors:
         if weight.format != "nvfp4":
             return tensors
         tensors[f"{module}.weight_scale"] = canonical.scale.view(torch.float8_e4m3fn)
-        multiplier = one_scale(self.name, name, weight, canonical.per_tensor_scale)
+        multiplier = self.one_scale(name, weight, canonical.per_tensor_scale)
         assert multiplier is not None
-        part = f"{module}.weight_global_scale"
-        tensors[part] = self._exact_divisor(name, canonical, "per-tensor", multiplier, known.get(part))
+        stored = f"{module}.weight_global_scale"
+        divisor = _divisor(multiplier, stored_scales.get(stored))
+        if not torch.equal(read := 1 / divisor.reshape(()), multiplier) and not _same_values(canonical, read):
+            self._refuse_scale(name, canonical, "per-tensor", multiplier)
+        tensors[stored] = divisor
         if weight.activation is not None:
-            static = one_scale(self.name, name, weight, canonical.activation_scale)
+            static = self.one_scale(name, weight, canonical.activation_scale)
             if static is None:
-                refuse(
-                    self.name,
-                    name,
-                    weight,
-                    "activation scales that are computed at run time (its NVFP4 has calibrated ones)",
-                    "make it weight-only (activation=None), or save as 'mxquant'",
-                )
-            part = f"{module}.input_global_scale"
-            tensors[part] = self._exact_divisor(name, canonical, "activations'", static, known.get(part))
+                lost = "activation scales that are computed at run time (its NVFP4 has calibrated ones)"
+                self.refuse(name, weight, lost, "make it weight-only (activation=None)")
+            stored = f"{module}.input_global_scale"
+            divisor = _divisor(static, stored_scales.get(stored))
+            if not torch.equal(1 / divisor.reshape(()), static):
+                self._refuse_scale(name, canonical, "activations'", static)
+            tensors[stored] = divisor
         return tensors
 
-    def _exact_divisor(
-        self, name: str, weight: MXTensor, kind: str, multiplier: Tensor, known: Tensor | None
-    ) -> Tensor:
-        """Refused where no number stands for the multiplier and it shows: in the weight's values, rounded to its dtype,
-        or in the codes of activations.
-        """
-        divisor = _divisor(multiplier, known)
-        read = 1 / divisor.reshape(())
-        if not (torch.equal(read, multiplier) or (kind == "per-tensor" and _same_values(weight, read))):
-            refuse(
-                self.name,
-                name,
-                weight,
-                f"the last bit of its {kind} scale {multiplier.item()!r}, which no fp32 divisor stands for,",
-                "save as 'modelopt', which stores multipliers, or as 'mxquant', or quantize the plain checkpoint for "
-                "compressed-tensors from disk (python -m mxquant quantize), which chooses another scale",
-            )
-        return divisor
+    def _refuse_scale(self, name: str, weight: MXTensor, kind: str, multiplier: Tensor) -> NoReturn:
+        """Refuse a multiplier that is no fp32 number's reciprocal, if that changes values or codes of activations."""
+        self.refuse(
+            name,
+            weight,
+            f"the last bit of its {kind} scale {multiplier.item()!r}, which no fp32 divisor stands for,",
+            "quantize the plain checkpoint for these files from disk (python -m mxquant quantize), which chooses "
+            "another scale, or save for a producer that stores multipliers",
+        )
 
-    def config(self, weights: Mapping[str, MXTensor], ordinary: Iterable[str]) -> dict[str, dict[str, Any]]:
+    def config(self, weights: Mapping[str, MXTensor], ordinary: Iterable[str]) -> Documents:
         schemes: dict[tuple[str, bool], list[str]] = {}
         for name, weight in weights.items():
             schemes.setdefault((weight.format, weight.activation is not None), []).append(module_of(name))
@@ -140,37 +125,28 @@ class CompressedTensors:
             for i, ((fmt, quantized), modules) in enumerate(schemes.items())
         }
         names = {_NAMES[fmt] for fmt, _ in schemes}
-        return {
-            "config.json": {
-                "quant_method": self.name,
-                "format": names.pop() if len(names) == 1 else "mixed-precision",
-                "quantization_status": "compressed",
-                "config_groups": groups,
-                "ignore": sorted(ordinary),
-                "kv_cache_scheme": None,
-            }
+        config = {
+            "quant_method": self.name,
+            "format": names.pop() if len(names) == 1 else "mixed-precision",
+            "quantization_status": "compressed",
+            "config_groups": groups,
+            "ignore": sorted(ordinary),
+            "kv_cache_scheme": None,
         }
+        return {CONFIG: config}
 
 
 def _same_values(weight: MXTensor, multiplier: Tensor) -> bool:
+    """Whether the weight has the same values, in its dtype, with another per-tensor scale."""
     other = weight.rewrap(weight.operand._replace(per_tensor_scale=multiplier))
     return torch.equal(other.dequantize(), weight.dequantize())
 
 
-def with_divisor(weight: MXTensor) -> MXTensor:
-    """The weight with the per-tensor scale nearest to its own that is the reciprocal of an fp32 number, at most one bit
-    away; codes and block scales are the same. For a weight that is quantized for these files, before it has values that
-    anybody relies on.
-    """
-    scale = weight.operand.per_tensor_scale
-    return weight if scale is None else weight.rewrap(weight.operand._replace(per_tensor_scale=1 / (1 / scale)))
-
-
-def _divisor(multiplier: Tensor, known: Tensor | None) -> Tensor:
-    """The fp32 number [1] whose reciprocal is nearest to `multiplier`: the one it came from, where that is known."""
+def _divisor(multiplier: Tensor, stored: Tensor | None) -> Tensor:
+    """The fp32 number [1] whose reciprocal is nearest to `multiplier`; `stored` if that is one."""
     nearest = 1 / multiplier
     around = [torch.nextafter(nearest, nearest * factor) for factor in (0, 2)]
-    candidates = [*([known.reshape(()).to(multiplier.device)] if known is not None else []), nearest, *around]
+    candidates = [*([stored.reshape(()).to(multiplier.device)] if stored is not None else []), nearest, *around]
     return next((c for c in candidates if torch.equal(1 / c, multiplier)), nearest).reshape(1).clone()
 
 
@@ -186,13 +162,13 @@ def _groups(config: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _group_of(module: str, groups: list[dict[str, Any]]) -> dict[str, Any]:
-    """The group that names the module; else the first for all linear layers.
+    """The group that names the module, else the first one for all linear layers.
 
-    Which classes a model's modules have, the files do not say: another target without a dot, such as "lm_head", may be
-    a module of the top as well, and stands for nothing but that.
+    NOTE: The files do not say which classes a model's modules have. Of the targets without a dot only "Linear" is taken
+    for a class; another one, such as "lm_head", may be a top-level module, and means that alone.
 
     Raises:
-        ValueError: there is none.
+        ValueError: there is no such group.
     """
     for group in groups:
         if any(matches(target, module) for target in group["targets"]):
@@ -215,7 +191,7 @@ def _modules(checkpoint: Checkpoint) -> Iterator[str]:
             yield name.removesuffix(".weight")
 
 
-def _stored(module: str, group: Mapping[str, Any], checkpoint: Checkpoint) -> Stored:
+def _spec(module: str, group: Mapping[str, Any], checkpoint: Checkpoint) -> WeightSpec:
     if (outputs := group.get("output_activations")) is not None:
         raise NotImplementedError(f"{module}: output_activations {outputs!r}: outputs are not quantized here")
     fmt = _format_of(module, group.get("weights"))
@@ -231,17 +207,15 @@ def _stored(module: str, group: Mapping[str, Any], checkpoint: Checkpoint) -> St
             raise NotImplementedError(
                 f"{module}: static scales of {activation} activations are not read: {arguments!r}"
             )
-    packed = fmt != "mxfp8_e4m3"
-    return Stored(
+    mode = None if activation is None else _ACTIVATION_MODES[activation]
+    return WeightSpec(
         name=f"{module}.weight",
-        format=fmt,
-        qdata=f"{module}.weight_packed" if packed else f"{module}.weight",
+        scheme=Scheme(fmt, activation, activation_scale_mode=mode, static_activation_scale=static is not None),
+        qdata=f"{module}.weight" if fmt == "mxfp8_e4m3" else f"{module}.weight_packed",
         scale=f"{module}.weight_scale",
         per_tensor_scale=f"{module}.weight_global_scale" if fmt == "nvfp4" else None,
-        activation=activation,
-        activation_scale_mode=None if activation is None else _ACTIVATION_MODES[activation],
         activation_scale=static,
-        divisor=True,
+        scales_are_divisors=True,
     )
 
 

@@ -1,9 +1,14 @@
-"""The files of a checkpoint: which tensors are stored, of what dtype and shape, before any of them is read.
+"""The files of a checkpoint: their headers and configs, and a reader of their tensors.
 
-A checkpoint is one safetensors file, or a folder with `model.safetensors`, or one with shards and
-`model.safetensors.index.json`, or, without an index, with every shard of `*-00001-of-00007.safetensors` and so on.
-Nothing is unpickled, and headers are checked against the sizes of the files (by the safetensors library) before
-anything is allocated. Tensors are views of memory-mapped files.
+A checkpoint is one of
+
+- one safetensors file,
+- a folder with `model.safetensors`,
+- a folder with shards and `model.safetensors.index.json`,
+- a folder with all shards `*-00001-of-00007.safetensors`, ... and no index.
+
+Nothing is unpickled. The safetensors library checks headers against the sizes of the files before anything is
+allocated. Tensors are views of memory-mapped files.
 """
 
 from __future__ import annotations
@@ -12,21 +17,23 @@ import json
 import os
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+WEIGHTS, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
+Documents = dict[str, dict[str, Any]]
+"""JSON objects by file name."""
 _SHARD = re.compile(r"(.+)-(\d{1,6})-of-(\d{1,6})\.safetensors")
 _MAX_JSON_BYTES = 100 * 2**20
-"""As much as safetensors allows a header."""
+"""What safetensors allows a header."""
 
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """A tensor as the header of its file declares it."""
+    """A tensor as its file's header declares it."""
 
     file: str
     dtype: str
@@ -36,25 +43,25 @@ class TensorInfo:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What lies on disk; made by `open_checkpoint`."""
+    """What is on disk, made by `open_checkpoint`."""
 
     path: Path
-    """The folder, or the folder of the one file."""
+    """The folder, also of a single file."""
     tensors: dict[str, TensorInfo]
     headers: tuple[dict[str, str], ...]
-    """The string metadata in the files' headers, each once."""
+    """The distinct string metadata of the files' headers."""
     config: dict[str, Any]
     """config.json; empty where there is none."""
-    hf_quant_config: dict[str, Any] | None
-    """ModelOpt's own file."""
+    sidecars: Documents = field(default_factory=dict)
+    """Other JSON files that describe the weights, by file name; those that are there."""
 
     @property
     def quantization_config(self) -> dict[str, Any]:
-        """That of config.json, or of the language model inside it; empty where there is none."""
+        """Of config.json, or of its `text_config`; empty where there is none."""
         for holder in (self.config, self.config.get("text_config")):
             found = holder.get("quantization_config") if isinstance(holder, dict) else None
             if found is not None:
-                return _object(found, self.path / "config.json", "quantization_config")
+                return _object(found, self.path / CONFIG, "quantization_config")
         return {}
 
     @property
@@ -63,7 +70,7 @@ class Checkpoint:
 
 
 class Reader:
-    """Reads tensors of one checkpoint, as views of its mapped files, which stay mapped while a view of them lives."""
+    """Reads tensors of one checkpoint as views of its files. A file stays mapped while a view of it lives."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._checkpoint = checkpoint
@@ -80,16 +87,17 @@ class Reader:
         return tensor
 
 
-def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
+def open_checkpoint(path: str | os.PathLike[str], sidecars: Iterable[str] = ()) -> Checkpoint:
     """Read the headers and configs of a checkpoint.
 
     Args:
-        path: a folder, or one safetensors file, with the configs beside it if it is of their checkpoint.
+        path: a folder, or one safetensors file. Configs beside a single file are read if they describe it.
+        sidecars: JSON files beside config.json to read where they exist.
 
     Raises:
         FileNotFoundError: there is no checkpoint.
-        ValueError: a file is damaged, or the files do not agree with each other; the file is a shard of a quantized
-            checkpoint and does not say itself what is quantized.
+        ValueError: a file is damaged, or files contradict each other; or the one file is a shard of a quantized
+            checkpoint whose header does not say what is quantized.
     """
     given = Path(path)
     if given.is_file():
@@ -108,24 +116,25 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
         _add(folder, file, tensors, headers)
     if listed is not None:
         _check_index(listed, tensors)
-    configs: list[dict[str, Any] | None] = [None, None]
-    if given.is_dir() or _is_of_the_checkpoint(given):
-        configs = [json_of(folder / "config.json"), json_of(folder / "hf_quant_config.json")]
-    checkpoint = Checkpoint(folder, tensors, tuple(headers), configs[0] or {}, configs[1])
+    documents: Documents = {}
+    if given.is_dir() or _has_configs(given):
+        contents = {name: json_of(folder / name) for name in (CONFIG, *sidecars)}
+        documents = {name: content for name, content in contents.items() if content is not None}
+    checkpoint = Checkpoint(folder, tensors, tuple(headers), documents.pop(CONFIG, {}), documents)
     if given.is_file() and _SHARD.fullmatch(given.name) and not headers:
         _refuse_part(given, checkpoint)
     return checkpoint
 
 
-def _is_of_the_checkpoint(file: Path) -> bool:
-    """Whether the config beside a file speaks of it, too."""
+def _has_configs(file: Path) -> bool:
+    """Whether the configs beside a file describe it."""
     alone = [other.name for other in file.parent.glob("*.safetensors")] == [file.name]
     return alone or file.name == WEIGHTS or _SHARD.fullmatch(file.name) is not None
 
 
 def _refuse_part(file: Path, checkpoint: Checkpoint) -> None:
-    """Codes and scales may lie in different shards, and only the config says which tensors are which."""
-    if checkpoint.quantization_config or checkpoint.hf_quant_config:
+    """Refuse one shard where only the config says which tensors are codes and scales: they may be in other shards."""
+    if checkpoint.quantization_config or checkpoint.sidecars:
         raise ValueError(
             f"{file} is one of several files of a quantized checkpoint, and its header does not say what is quantized; "
             f"give the folder, {checkpoint.path}"
@@ -133,7 +142,7 @@ def _refuse_part(file: Path, checkpoint: Checkpoint) -> None:
 
 
 def headers_of(files: Iterable[str | os.PathLike[str]]) -> list[dict[str, str]]:
-    """The string metadata in the headers of safetensors files, each once.
+    """The distinct string metadata of safetensors files' headers.
 
     Raises:
         ValueError: a file is damaged.
@@ -145,7 +154,7 @@ def headers_of(files: Iterable[str | os.PathLike[str]]) -> list[dict[str, str]]:
 
 
 def _files_of(folder: Path) -> tuple[list[str], dict[str, str] | None]:
-    """The names of the weights' files, and the index where there is one."""
+    """The files that hold weights, and the index's map of tensors to files if there is one."""
     if (folder / INDEX).exists():
         listed = _weight_map(folder)
         return sorted(set(listed.values())), listed
@@ -160,10 +169,10 @@ def _files_of(folder: Path) -> tuple[list[str], dict[str, str] | None]:
 
 
 def _are_all_shards(folder: Path, names: list[str]) -> bool:
-    """Whether files without an index say by their names that they are the parts of one checkpoint, and all of them.
+    """Whether the names of files without an index are those of all shards of one checkpoint.
 
     Raises:
-        ValueError: they are parts of one, but some are missing.
+        ValueError: a shard is missing.
     """
     parts = [_SHARD.fullmatch(name) for name in names]
     whole = {(part[1], int(part[3])) for part in parts if part is not None}
@@ -222,7 +231,7 @@ def _open(file: Path) -> Any:
 
 
 def json_of(file: Path) -> dict[str, Any] | None:
-    """The object in a JSON file; None where there is no such file."""
+    """The object in a JSON file; None if there is no such file."""
     if not file.is_file():
         return None
     if (size := file.stat().st_size) > _MAX_JSON_BYTES:
@@ -235,7 +244,7 @@ def json_of(file: Path) -> dict[str, Any] | None:
 
 
 def without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """For `json`'s `object_pairs_hook`: refuse an object that says two things of one name."""
+    """An `object_pairs_hook` for `json` that refuses an object with one key twice."""
     found = dict(pairs)
     if len(found) < len(pairs):
         names = [name for name, _ in pairs]

@@ -1,7 +1,7 @@
-"""OpenAI's own layout of gpt-oss (the folder `original` of its repositories) as transformers' class has it.
+"""OpenAI's own layout of gpt-oss (the folder `original` of its repositories) under the names of transformers' class.
 
 Queries, keys and values are one matrix there, experts are [E, N, K] with blocks along the last axis, and config.json
-has OpenAI's words. Bytes are the same in both.
+has other keys. The bytes are the same in both.
 
 Sources: gpt-oss `torch/model.py` (`ModelConfig`, the names of the parameters) and `torch/weights.py`; transformers
 `models/gpt_oss/convert_gpt_oss_weights_to_hf.py`.
@@ -16,7 +16,7 @@ from typing import Any
 
 from mxquant.checkpoints.files import Checkpoint
 from mxquant.checkpoints.producer import ModelLayout, Rows
-from mxquant.checkpoints.weight_spec import Stored
+from mxquant.checkpoints.weight_spec import WeightSpec
 
 _NAMES = {
     r"embedding\.": "model.embed_tokens.",
@@ -33,62 +33,62 @@ _NAMES = {
     r"block\.(\d+)\.mlp\.mlp2_bias": r"model.layers.\1.mlp.experts.down_proj_bias",
 }
 _QKV = re.compile(r"block\.(\d+)\.attn\.qkv\.(weight|bias)")
-# Words of OpenAI's config that are transformers' own, or have another name there.
+# Keys of OpenAI's config that transformers has too; `_RENAMED` has those with another name there.
 _SAME = (
     *("num_hidden_layers", "vocab_size", "hidden_size", "intermediate_size", "swiglu_limit", "head_dim"),
     *("num_attention_heads", "num_key_value_heads", "sliding_window"),
 )
 _REALS = ("swiglu_limit", "rope_theta", "rope_scaling_factor", "rope_ntk_alpha", "rope_ntk_beta")
 _MOST_INTEGER, _MOST_REAL = 2**20 - 1, 10**12
-"""Far above any model's, and low enough that no product of sizes overflows."""
+"""Far above any model's sizes, and low enough that no product of sizes overflows."""
 _BLOCK = re.compile(r"block\.(\d+)\.")
 _RENAMED = {"num_experts": "num_local_experts", "experts_per_token": "num_experts_per_tok"}
 _ROPE = ("rope_theta", "rope_scaling_factor", "rope_ntk_alpha", "rope_ntk_beta", "initial_context_length")
 
 
-def as_in_transformers(checkpoint: Checkpoint, stored: Iterable[Stored]) -> ModelLayout:
-    """The checkpoint by transformers' names.
+def as_in_transformers(checkpoint: Checkpoint, quantized: Iterable[WeightSpec]) -> ModelLayout:
+    """The checkpoint under transformers' names.
 
     Raises:
-        ValueError: config.json lacks a word, or has no number for one that a model can have.
-        NotImplementedError: it has one that gpt-oss does not.
+        ValueError: config.json lacks a key, or a value is not a number that a model can have.
+        NotImplementedError: config.json has a key that gpt-oss does not have.
     """
     config = checkpoint.config
-    words = {*_SAME, *_RENAMED, *_ROPE}
-    if missing := sorted(words - config.keys()):
+    keys = {*_SAME, *_RENAMED, *_ROPE}
+    if missing := sorted(keys - config.keys()):
         raise ValueError(
             f"config.json of {checkpoint.path} lacks {', '.join(missing)}, which gpt-oss's has; get it anew"
         )
-    if others := sorted(config.keys() - words):
+    if others := sorted(config.keys() - keys):
         raise NotImplementedError(
             f"config.json of {checkpoint.path} has {', '.join(others)}, which gpt-oss does not know: it is of another "
             "model, of which load_state gives the tensors"
         )
-    if wrong := {word: value for word, value in config.items() if type(value) not in (int, float)}:
+    if wrong := {key: value for key, value in config.items() if type(value) not in (int, float)}:
         raise ValueError(f"config.json of {checkpoint.path} has no numbers for {wrong}; get it anew")
     _check_numbers(checkpoint)
-    quantized = [dataclasses.replace(weight, name=_renamed(weight.name), axis=-2) for weight in stored]
-    parts = {part for weight in quantized for part in weight.parts}
+    renamed = [dataclasses.replace(spec, name=_renamed(spec.name), axis=-2) for spec in quantized]
+    used = {name for spec in renamed for name in spec.tensor_names}
     ordinary: dict[str, Rows] = {}
     for name in checkpoint.tensors:
-        if name not in parts:
+        if name not in used:
             ordinary |= _split(name, config)
-    return ModelLayout(_transformers_config(config), quantized, ordinary)
+    return ModelLayout(_transformers_config(config), renamed, ordinary)
 
 
 def _check_numbers(checkpoint: Checkpoint) -> None:
-    """Refuse numbers that no model has, before one is built of them: a config comes from anybody."""
+    """Refuse numbers that no model has, before a model is built with them: configs are untrusted."""
     config, where = checkpoint.config, f"config.json of {checkpoint.path}"
-    for word, value in config.items():
-        if word not in _REALS and not (type(value) is int and 1 <= value <= _MOST_INTEGER):
-            raise ValueError(f"{where} has {word} {value!r}; it is an integer from 1 to {_MOST_INTEGER:,}; get it anew")
-        least = 1 if word == "rope_theta" else 0  # frequencies are divided by its logarithm
-        if word in _REALS and not least < value <= _MOST_REAL:
+    for key, value in config.items():
+        if key not in _REALS and not (type(value) is int and 1 <= value <= _MOST_INTEGER):
+            raise ValueError(f"{where} has {key} {value!r}; it is an integer from 1 to {_MOST_INTEGER:,}; get it anew")
+        least = 1 if key == "rope_theta" else 0  # frequencies are divided by its logarithm
+        if key in _REALS and not least < value <= _MOST_REAL:
             raise ValueError(
-                f"{where} has {word} {value!r}; it is above {least} and at most {_MOST_REAL:,}; get it anew"
+                f"{where} has {key} {value!r}; it is above {least} and at most {_MOST_REAL:,}; get it anew"
             )
     blocks = {int(found[1]) for name in checkpoint.tensors if (found := _BLOCK.match(name)) is not None}
-    layers, experts, heads = (config[word] for word in ("num_hidden_layers", "num_experts", "num_attention_heads"))
+    layers, experts, heads = (config[key] for key in ("num_hidden_layers", "num_experts", "num_attention_heads"))
     if len(blocks) != layers or max(blocks) != layers - 1:
         raise ValueError(f"{where} has num_hidden_layers {layers}; the tensors are of {len(blocks)} layers")
     if (used := config["experts_per_token"]) > experts:
@@ -105,7 +105,7 @@ def _renamed(name: str) -> str:
 
 
 def _split(name: str, config: Mapping[str, Any]) -> dict[str, Rows]:
-    """A tensor under its name; that of queries, keys and values is three."""
+    """A tensor under its name in transformers; the one of queries, keys and values becomes three."""
     if (found := _QKV.fullmatch(name)) is None:
         return {_renamed(name): Rows(name)}
     queries = config["head_dim"] * config["num_attention_heads"]
@@ -116,7 +116,7 @@ def _split(name: str, config: Mapping[str, Any]) -> dict[str, Rows]:
 
 
 def _transformers_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    theta, factor, slow, fast, context = (config[word] for word in _ROPE)
+    theta, factor, slow, fast, context = (config[key] for key in _ROPE)
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": float(theta)}
     if factor > 1:
         rope |= {
@@ -132,6 +132,6 @@ def _transformers_config(config: Mapping[str, Any]) -> dict[str, Any]:
         "architectures": ["GptOssForCausalLM"],
         "rope_parameters": rope,
         "max_position_embeddings": int(context * max(1, factor)),
-        **{word: float(config[word]) if word in _REALS else config[word] for word in _SAME},
+        **{key: float(config[key]) if key in _REALS else config[key] for key in _SAME},
         **{ours: config[theirs] for theirs, ours in _RENAMED.items()},
     }

@@ -1,4 +1,4 @@
-"""From files to tensors, one at a time, by whichever producer the files are of."""
+"""Reading checkpoints: `read_content` checks the headers, `load_state` reads the tensors."""
 
 from __future__ import annotations
 
@@ -11,96 +11,92 @@ import torch
 from torch import Tensor
 
 from mxquant.checkpoints.files import Checkpoint, Reader, TensorInfo, open_checkpoint
+from mxquant.checkpoints.known_producers import recognize, sidecar_files, weight_suffixes
 from mxquant.checkpoints.producer import ModelLayout, Producer, Reading, Rows
-from mxquant.checkpoints.registry import producer_of
-from mxquant.checkpoints.weight_spec import Stored, build, check_stored
+from mxquant.checkpoints.weight_spec import WeightSpec, build, checked
 from mxquant.tensor import MXTensor
 from mxquant.tensor.metadata import logical_shape
 
 _logger = logging.getLogger("mxquant")
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32, "float64": torch.float64}
-_PART_SUFFIXES = (
-    *(".weight_packed", ".weight_scale", ".weight_scale_2", ".weight_global_scale", ".input_global_scale"),
-    ".input_scale",
-    *("_blocks", ".blocks", "_scales", ".scales", "_weight_qdata", "_weight_scale"),
-)
 
 
 @dataclass(frozen=True)
 class Content:
-    """The tensors of a checkpoint by their own names, checked against the headers; none of them is read yet."""
+    """The tensors of a checkpoint, checked against the headers. Each is read when it is asked for."""
 
     checkpoint: Checkpoint
     producer: Producer | None
-    quantized: dict[str, Stored]
+    """None: the checkpoint is not quantized."""
+    quantized: dict[str, WeightSpec]
     ordinary: list[str]
-    """The tensors that are not quantized."""
-    left_out: dict[str, str]
+    """The unquantized tensors."""
+    ignored: dict[str, str]
+    """As `Reading.ignored`."""
     aliases: dict[str, str]
+    """As `Reading.aliases`."""
     dtype: torch.dtype
-    """What quantized weights stand for, where the files do not say it of each."""
-    layout: Callable[[], ModelLayout] | None = None
-    """`Reading.layout`."""
+    """Of the values that quantized weights stand for, unless the file declares it for a weight."""
+    model_layout: Callable[[Iterable[WeightSpec]], ModelLayout] | None = None
+    """As `Reading.model_layout`."""
     rows: dict[str, Rows] = field(default_factory=dict)
-    """Of tensors that are not quantized, what they are in the files where their names are others."""
+    """Where `as_in_transformers` renamed unquantized tensors: where in the files each is."""
 
     def as_in_transformers(self) -> Content:
-        """The same by the names, and with the config, of transformers' class of the model.
+        """The same tensors under the names, and with the config, of transformers' class of the model.
 
         Raises:
-            ValueError, NotImplementedError: the config is damaged, or of a model that is not known.
+            ValueError: the config is damaged.
+            NotImplementedError: the config is of an unknown model.
         """
-        if self.layout is None:
+        if self.model_layout is None:
             return self
         try:
-            layout = self.layout()
+            layout = self.model_layout(self.quantized.values())
         except (TypeError, LookupError) as error:
             raise ValueError(f"config.json of {self.checkpoint.path} is damaged ({error!r}); get it anew") from error
         return replace(
             self,
             checkpoint=replace(self.checkpoint, config=layout.config),
-            quantized={stored.name: stored for stored in layout.stored},
+            quantized={spec.name: spec for spec in layout.quantized},
             ordinary=list(layout.ordinary),
             rows=layout.ordinary,
         )
 
     @property
     def names(self) -> list[str]:
-        """Every tensor but tied names."""
+        """Every tensor, without aliases."""
         return [*self.quantized, *self.ordinary]
 
     def read(self, name: str, reader: Reader) -> Tensor:
-        """One tensor: an MXTensor where it is quantized."""
-        stored = self.quantized.get(name)
-        if stored is None:
+        """Read one tensor, as an MXTensor if it is quantized."""
+        spec = self.quantized.get(name)
+        if spec is None:
             rows = self.rows.get(name)
             return reader.read(name) if rows is None else reader.read(rows.source)[rows.first : rows.last]
-        return self.read_quantized(stored, reader.read)
+        return self.read_quantized(spec, reader.read)
 
     def read_alone(self, name: str) -> Tensor:
-        """One tensor by a reader of its own: its file is unmapped with the tensor."""
+        """Read one tensor by a reader of its own, so that its file is unmapped with the tensor."""
         return self.read(name, Reader(self.checkpoint))
 
-    def read_quantized(self, stored: Stored, read: Callable[[str], Tensor]) -> MXTensor:
-        return build(stored, self.checkpoint.tensors, self.dtype, read)
+    def read_quantized(self, spec: WeightSpec, read: Callable[[str], Tensor]) -> MXTensor:
+        """Build one weight from the tensors that `read` gives."""
+        return build(spec, self.dtype, read)
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The logical shape, from the headers."""
-        stored = self.quantized.get(name)
-        if stored is None:
-            return self._info(name).shape
-        if stored.declared is not None:
-            return stored.declared[1]
-        return logical_shape(check_stored(stored, self.checkpoint.tensors), stored.axis)
+        spec = self.quantized.get(name)
+        return self._info(name).shape if spec is None else logical_shape(spec.physical_shape, spec.axis)
 
     def nbytes(self, name: str) -> int:
         """Bytes in the files."""
-        stored = self.quantized.get(name)
-        parts = [self._info(name)] if stored is None else [self.checkpoint.tensors[part] for part in stored.parts]
-        return sum(map(_nbytes, parts))
+        spec, tensors = self.quantized.get(name), self.checkpoint.tensors
+        infos = [self._info(name)] if spec is None else [tensors[part] for part in spec.tensor_names]
+        return sum(map(_nbytes, infos))
 
     def _info(self, name: str) -> TensorInfo:
-        """What the header says of a tensor that is not quantized."""
+        """The header of an unquantized tensor."""
         if name not in self.rows:
             return self.checkpoint.tensors[name]
         rows = self.rows[name]
@@ -112,50 +108,48 @@ class Content:
 
 
 def read_content(path: str | os.PathLike[str]) -> Content:
-    """Recognize the producer of a checkpoint and check all of it against the headers. No tensor is read.
+    """Recognize a checkpoint's producer and check every tensor by the headers. No tensor is read.
 
     Raises:
         FileNotFoundError: there is no checkpoint.
         ValueError: damaged, missing or superfluous tensors; see `open_checkpoint`.
         NotImplementedError: an unknown producer, or a scheme that mxquant does not compute.
     """
-    checkpoint = open_checkpoint(path)
+    checkpoint = open_checkpoint(path, sidecar_files())
     producer, reading = _read_configs(checkpoint)
-    quantized: dict[str, Stored] = {}
+    quantized: dict[str, WeightSpec] = {}
     used: dict[str, str] = {}
-    for stored in reading.stored:
-        check_stored(stored, checkpoint.tensors)
-        if stored.name in quantized:
-            raise ValueError(
-                f"{stored.name!r} is stored twice, as {quantized[stored.name].qdata!r} and {stored.qdata!r}"
-            )
-        quantized[stored.name] = stored
-        for part in stored.parts:
-            if part in used:
-                raise ValueError(f"{part!r} belongs both to {used[part]!r} and to {stored.name!r}")
-            used[part] = stored.name
-    ordinary = [name for name in checkpoint.tensors if name not in used and name not in reading.left_out]
+    for spec in reading.quantized:
+        if spec.name in quantized:
+            raise ValueError(f"{spec.name!r} is stored twice, as {quantized[spec.name].qdata!r} and {spec.qdata!r}")
+        quantized[spec.name] = checked(spec, checkpoint.tensors)
+        for name in spec.tensor_names:
+            if name in used:
+                raise ValueError(f"{name!r} belongs both to {used[name]!r} and to {spec.name!r}")
+            used[name] = spec.name
+    ordinary = [name for name in checkpoint.tensors if name not in used and name not in reading.ignored]
     _check_ordinary(ordinary, quantized, checkpoint, producer)
     _check_aliases(reading.aliases, {*quantized, *ordinary})
-    if reading.left_out:
+    if reading.ignored:
         _logger.warning(
-            "%d tensors of %s are left out: %s (%s)",
-            len(reading.left_out),
+            "%d tensors of %s are ignored: %s (%s)",
+            len(reading.ignored),
             checkpoint.path,
-            next(iter(reading.left_out.values())),
-            next(iter(reading.left_out)),
+            next(iter(reading.ignored.values())),
+            next(iter(reading.ignored)),
         )
     dtype = _model_dtype(checkpoint)
-    left_out, aliases = dict(reading.left_out), reading.aliases
-    return Content(checkpoint, producer, quantized, ordinary, left_out, aliases, dtype, reading.layout)
+    ignored, aliases = dict(reading.ignored), reading.aliases
+    return Content(checkpoint, producer, quantized, ordinary, ignored, aliases, dtype, reading.model_layout)
 
 
 def _read_configs(checkpoint: Checkpoint) -> tuple[Producer | None, Reading]:
-    """Whose files they are, and which tensors are quantized. A config comes from anybody: a value of a wrong type is
-    an error of its own there, not of the code that expects another.
+    """The producer, and what it finds.
+
+    NOTE: configs are untrusted. A value of a wrong type, which the producer's code trips over, is reported as damage.
     """
     try:
-        producer = producer_of(checkpoint)
+        producer = recognize(checkpoint)
         return producer, Reading([]) if producer is None else producer.read(checkpoint)
     except (TypeError, AttributeError, LookupError) as error:
         raise ValueError(
@@ -164,15 +158,17 @@ def _read_configs(checkpoint: Checkpoint) -> tuple[Producer | None, Reading]:
 
 
 def load_state(path: str | os.PathLike[str]) -> dict[str, Tensor]:
-    """The tensors of a checkpoint, quantized ones as MXTensors, without building a model.
+    """Load the tensors of a checkpoint, quantized ones as MXTensors, without building a model.
 
-    Read are mxquant's own files, compressed-tensors, AMD Quark, ModelOpt, gpt-oss and torchao's safetensors, and
-    checkpoints that are not quantized; which it is, the files say. Nothing is dequantized or requantized. Tensors are
-    views of memory-mapped files wherever their bytes lie as they should: they are read when they are used, and the
-    files must stay as they are meanwhile. Names are those of the checkpoint.
+    The files say which producer wrote them; docs/checkpoints.md lists those that are read. Unquantized checkpoints are
+    read as well. Nothing is dequantized or requantized. Tensors are views of memory-mapped files wherever the file
+    arranges the bytes as MXTensor does, so the files must not change while the tensors live.
 
     Args:
         path: a folder, or one safetensors file.
+
+    Returns:
+        the tensors by their names in the checkpoint; tied names share one tensor.
 
     Raises:
         FileNotFoundError: there is no checkpoint.
@@ -186,14 +182,15 @@ def load_state(path: str | os.PathLike[str]) -> dict[str, Tensor]:
 
 
 def _check_ordinary(
-    ordinary: Iterable[str], quantized: Mapping[str, Stored], checkpoint: Checkpoint, producer: Producer | None
+    ordinary: Iterable[str], quantized: Mapping[str, WeightSpec], checkpoint: Checkpoint, producer: Producer | None
 ) -> None:
     who = "an unquantized checkpoint" if producer is None else f"a checkpoint of {producer.name}"
+    suffixes = weight_suffixes()
     for name in ordinary:
         if name in quantized:
             raise ValueError(f"{name!r} is there both as it is and as {quantized[name].qdata!r}; one of them must go")
         info = checkpoint.tensors[name]
-        if producer is not None and name.endswith(_PART_SUFFIXES):
+        if producer is not None and name.endswith(suffixes):
             raise ValueError(f"{name!r} belongs to no quantized weight of {who}: its codes are missing")
         if name.endswith("weight") and (info.dtype == "U8" or info.dtype.startswith(("F8", "F4"))):
             raise ValueError(f"{name!r} is {info.dtype} in {who}, but no scales say what its codes mean")
@@ -206,7 +203,7 @@ def _check_aliases(aliases: Mapping[str, str], names: set[str]) -> None:
 
 
 def _model_dtype(checkpoint: Checkpoint) -> torch.dtype:
-    """The dtype of the model, as its config has it; bf16 where it says nothing."""
+    """The model's dtype by its config; bf16 if it names none."""
     for holder in _configs(checkpoint):
         for key in ("dtype", "torch_dtype"):
             name = holder.get(key)

@@ -1,4 +1,4 @@
-"""NVIDIA ModelOpt: `hf_quant_config.json`, or the same in config.json, names one algorithm or one a layer.
+"""NVIDIA ModelOpt: `hf_quant_config.json` or config.json names one algorithm for all layers, or one for each.
 
 | algorithm | tensors of a module | activations |
 |---|---|---|
@@ -8,8 +8,8 @@
 | MXFP8 | `weight` E4M3 [N, K], `weight_scale` uint8 [N, K / 32] | MXFP8 |
 | W4A8_MXFP4_FP8 | `weight` uint8 [N, K / 2], `weight_scale` uint8 [N, K / 32] | FP8, see below |
 
-`weight_scale_2` and `input_scale` are fp32 multipliers of one element. W4A8_MXFP4_FP8 is static where there is an
-`input_scale`; else activations have a scale a row, computed at run time.
+`weight_scale_2` and `input_scale` are fp32 multipliers of one element. W4A8_MXFP4_FP8 activations have a static scale
+where the files have an `input_scale`, and otherwise one scale a row, computed at run time.
 
 Source: nvidia-modelopt 0.47 `torch/export/{quant_utils,convert_hf_config}.py`, `torch/quantization/qtensor/*.py`.
 """
@@ -22,20 +22,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mxquant.checkpoints.files import Checkpoint
-from mxquant.checkpoints.producer import (
-    Reading,
-    check_matrix,
-    check_mode,
-    kv_cache_scales,
-    matches,
-    module_of,
-    modules_of_bytes,
-    one_scale,
-    refuse,
-)
-from mxquant.checkpoints.weight_spec import Stored
+from mxquant.checkpoints.files import CONFIG, Checkpoint, Documents
+from mxquant.checkpoints.producer import Producer, Reading, kv_cache_scales, matches, module_of, modules_of_bytes
+from mxquant.checkpoints.weight_spec import WeightSpec
 from mxquant.formats import get_format
+from mxquant.scheme import Scheme
 from mxquant.tensor import MXTensor
 
 
@@ -43,7 +34,7 @@ class _Algorithm(NamedTuple):
     format: str
     activation: str | None
     static: bool | None
-    """Whether it has an `input_scale`; None: where the files have one."""
+    """Whether there is an `input_scale`; None: if the files have one."""
 
 
 _ALGORITHMS = {
@@ -53,40 +44,41 @@ _ALGORITHMS = {
     "MXFP8": _Algorithm("mxfp8_e4m3", "mxfp8_e4m3", False),
     "W4A8_MXFP4_FP8": _Algorithm("mxfp4", "fp8_e4m3", None),
 }
+_OWN_CONFIG = "hf_quant_config.json"
 _FORMATS = ("nvfp4", "mxfp8_e4m3", "mxfp4")
 _KV_SCALES = (".k_scale", ".v_scale")
 _UNREAD = ("pre_quant_scale", "svdquant_lora_a", "svdquant_lora_b")
 _MIXED = "MIXED_PRECISION"
 
 
-class ModelOpt:
+class ModelOpt(Producer):
     name = "modelopt"
-    by_modules = False
+    sidecars = (_OWN_CONFIG,)
+    suffixes = (".weight_scale", ".weight_scale_2", ".input_scale")
 
     def recognizes(self, checkpoint: Checkpoint) -> bool:
         method = checkpoint.quantization_config.get("quant_method")
-        producer = (checkpoint.hf_quant_config or {}).get("producer")
+        producer = checkpoint.sidecars.get(_OWN_CONFIG, {}).get("producer")
         own_file = isinstance(producer, dict) and producer.get("name") == self.name
         return method in (self.name, "modelopt_fp4") or (method is None and own_file)
 
     def read(self, checkpoint: Checkpoint) -> Reading:
-        config = checkpoint.quantization_config or (checkpoint.hf_quant_config or {}).get("quantization")
+        config = checkpoint.quantization_config or checkpoint.sidecars.get(_OWN_CONFIG, {}).get("quantization")
         if not isinstance(config, dict):
-            raise ValueError(f"hf_quant_config.json has no object 'quantization' but {config!r}; download it anew")
+            raise ValueError(f"{_OWN_CONFIG} has no object 'quantization' but {config!r}; download it anew")
         for name in checkpoint.tensors:
             if name.rpartition(".")[2] in _UNREAD:
                 raise NotImplementedError(f"{name!r}: AWQ and SVD scale activations before a matmul, which is not read")
-        stored = [_stored(module, config, checkpoint) for module in modules_of_bytes(checkpoint)]
-        return Reading(stored, kv_cache_scales(checkpoint, _KV_SCALES))
+        quantized = [_spec(module, config, checkpoint) for module in modules_of_bytes(checkpoint)]
+        return Reading(quantized, kv_cache_scales(checkpoint, _KV_SCALES))
 
     def activation_scale_mode(self, activation: str) -> str | None:
         return get_format(activation, activation=True).default_scale_mode
 
-    def encode(self, name: str, weight: MXTensor, known: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        check_matrix(self.name, name, weight, _FORMATS)
-        algorithm = self._algorithm_of(name, weight)
-        if weight.activation is not None:
-            check_mode(self.name, name, weight, self.activation_scale_mode(weight.activation))
+    def encode(self, name: str, weight: MXTensor, stored_scales: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        self.check_matrix(name, weight, _FORMATS)
+        algorithm = _ALGORITHMS[self._algorithm_of(name, weight)]
+        self.check_activation_scale_mode(name, weight)
         module, canonical = module_of(name), weight.canonical()
         codes_dtype = torch.float8_e4m3fn if algorithm.format == "mxfp8_e4m3" else torch.uint8
         scale_dtype = torch.float8_e4m3fn if algorithm.format == "nvfp4" else torch.uint8
@@ -94,14 +86,14 @@ class ModelOpt:
             name: canonical.qdata.view(codes_dtype),
             f"{module}.weight_scale": canonical.scale.view(scale_dtype),
         }
-        multiplier = one_scale(self.name, name, weight, canonical.per_tensor_scale)
-        static = one_scale(self.name, name, weight, canonical.activation_scale)
+        multiplier = self.one_scale(name, weight, canonical.per_tensor_scale)
+        static = self.one_scale(name, weight, canonical.activation_scale)
         optional = {"weight_scale_2": multiplier, "input_scale": static}
         return tensors | {f"{module}.{part}": scale for part, scale in optional.items() if scale is not None}
 
-    def config(self, weights: Mapping[str, MXTensor], ordinary: Iterable[str]) -> dict[str, dict[str, Any]]:
+    def config(self, weights: Mapping[str, MXTensor], ordinary: Iterable[str]) -> Documents:
         excluded = sorted(ordinary)
-        layers = {module_of(name): _described(self._name_of(name, weight)) for name, weight in weights.items()}
+        layers = {module_of(name): _described(self._algorithm_of(name, weight)) for name, weight in weights.items()}
         names = {layer["quant_algo"] for layer in layers.values()}
         if len(names) == 1:
             described = next(iter(layers.values()))
@@ -109,33 +101,30 @@ class ModelOpt:
             described = {"quant_algo": _MIXED, "quantized_layers": layers}
         producer = {"name": self.name, "version": "0.47.0"}
         return {
-            "config.json": described | {"quant_method": self.name, "ignore": excluded, "producer": producer},
-            "hf_quant_config.json": {
+            CONFIG: described | {"quant_method": self.name, "ignore": excluded, "producer": producer},
+            _OWN_CONFIG: {
                 "producer": producer,
                 "quantization": described | {"kv_cache_quant_algo": None, "exclude_modules": excluded},
             },
         }
 
-    def _algorithm_of(self, name: str, weight: MXTensor) -> _Algorithm:
-        return _ALGORITHMS[self._name_of(name, weight)]
+    def _algorithm_of(self, name: str, weight: MXTensor) -> str:
+        """The algorithm that stands for the weight's scheme.
 
-    def _name_of(self, name: str, weight: MXTensor) -> str:
+        Raises:
+            NotImplementedError: there is none.
+        """
         static = weight.activation_scale is not None
         for algorithm, fields in _ALGORITHMS.items():
             if fields[:2] == (weight.format, weight.activation) and fields.static in (None, static):
                 return algorithm
         scales = f"{'static' if static else 'dynamic'} scales" if weight.activation else "16 bits"
-        refuse(
-            self.name,
-            name,
-            weight,
-            f"activations in {weight.activation or 'their own dtype'} ({scales}) with a weight in {weight.format}",
-            f"it has {_choices(weight.format)}; else save as 'mxquant'",
-        )
+        lost = f"activations in {weight.activation or 'their own dtype'} ({scales}) with a weight in {weight.format}"
+        self.refuse(name, weight, lost, f"use one of {_choices(weight.format)}")
 
 
 def _choices(format: str) -> str:
-    """The activations that it has for a weight format, as `quantize_` takes them."""
+    """The activations that the files can have with a weight format, as `quantize_` takes them."""
     scales = {True: ", with calibrated scales that MXTensor.with_activation takes", False: "", None: ""}
     return "; ".join(
         f"activation={fields.activation!r} ({name}{scales[fields.static]})"
@@ -148,21 +137,16 @@ def _described(algorithm: str) -> dict[str, Any]:
     return {"quant_algo": algorithm, "group_size": get_format(_ALGORITHMS[algorithm].format).block_size}
 
 
-def _stored(module: str, config: Mapping[str, Any], checkpoint: Checkpoint) -> Stored:
+def _spec(module: str, config: Mapping[str, Any], checkpoint: Checkpoint) -> WeightSpec:
     algorithm = _ALGORITHMS[_algorithm_name(module, config)]
     input_scale = f"{module}.input_scale"
     static = algorithm.static or (algorithm.static is None and input_scale in checkpoint.tensors)
-    mode = None
-    if algorithm.activation is not None:
-        mode = get_format(algorithm.activation, activation=True).default_scale_mode
-    return Stored(
+    return WeightSpec(
         name=f"{module}.weight",
-        format=algorithm.format,
+        scheme=Scheme(algorithm.format, algorithm.activation, static_activation_scale=bool(static)),
         qdata=f"{module}.weight",
         scale=f"{module}.weight_scale",
         per_tensor_scale=f"{module}.weight_scale_2" if algorithm.format == "nvfp4" else None,
-        activation=algorithm.activation,
-        activation_scale_mode=mode,
         activation_scale=input_scale if static else None,
     )
 

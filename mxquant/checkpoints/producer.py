@@ -1,97 +1,180 @@
-"""What each file format of a producer answers for: to recognize it, to read it, and to write it."""
+"""`Producer`, the base class of every checkpoint format, and what its subclasses share."""
 
 from __future__ import annotations
 
 import fnmatch
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NoReturn, Protocol
+from typing import Any, ClassVar, Literal, NoReturn
 
 from torch import Tensor
 
-from mxquant.checkpoints.files import Checkpoint
-from mxquant.checkpoints.weight_spec import Stored
+from mxquant.checkpoints.files import Checkpoint, Documents
+from mxquant.checkpoints.weight_spec import WeightSpec
 from mxquant.formats import get_format
 from mxquant.tensor import MXTensor
 
 
 @dataclass(frozen=True)
 class Rows:
-    """A tensor that is one of the files under another name, or some of its rows."""
+    """Rows of a tensor in the files, which a model has as a tensor of its own."""
 
     source: str
+    """The tensor's name in the files."""
     first: int = 0
     last: int | None = None
-    """The row after its last one; None: to the end."""
+    """One past the last row; None: to the end."""
 
 
 @dataclass(frozen=True)
 class ModelLayout:
-    """How transformers' class of a model has what a checkpoint holds under other names."""
+    """A checkpoint under the names of transformers' class, where the files have others."""
 
     config: dict[str, Any]
     """config.json as transformers has it."""
-    stored: list[Stored]
+    quantized: list[WeightSpec]
     ordinary: dict[str, Rows]
 
 
 @dataclass(frozen=True)
 class Reading:
-    """What a producer finds in its files."""
+    """What a producer finds in the headers and configs of its files."""
 
-    stored: list[Stored]
-    left_out: dict[str, str] = field(default_factory=dict)
-    """Tensors that are no part of the weights, with the reason: scales of a KV cache."""
+    quantized: list[WeightSpec]
+    ignored: dict[str, str] = field(default_factory=dict)
+    """Tensors that are no part of the weights, such as a KV cache's scales, each with the reason."""
     aliases: dict[str, str] = field(default_factory=dict)
-    """Tied names: each with the name that it stands for."""
-    layout: Callable[[], ModelLayout] | None = None
-    """For files whose names and config are not those of transformers' class; asked for when a model is built."""
+    """Tied names, each with the name of the tensor that is stored."""
+    model_layout: Callable[[Iterable[WeightSpec]], ModelLayout] | None = None
+    """Renames the (checked) weights for a transformers model; None: the files have the model's names."""
 
 
-class Producer(Protocol):
-    """One producer's files."""
+class Producer(ABC):
+    """One producer's checkpoint format.
 
-    name: str
-    by_modules: bool
-    """Whether its tools name weights by the modules of transformers' class, experts one by one as gate_proj, up_proj
-    and down_proj, and not as the checkpoints of a model's family do.
+    All that is particular to it (its name, its file names, its tensors' suffixes) is declared here and occurs in no
+    other file. A subclass is registered by its line in `known_producers`.
     """
 
-    def recognizes(self, checkpoint: Checkpoint) -> bool:
-        """Whether the files say that they are this producer's."""
+    name: ClassVar[str]
+    sidecars: ClassVar[tuple[str, ...]] = ()
+    """JSON files of its own beside config.json. They are read with the headers, and belong to the weights."""
+    suffixes: ClassVar[tuple[str, ...]] = ()
+    """Name endings of the tensors that make up a quantized weight. Such a tensor without a weight is an error."""
+    can_write: ClassVar[bool] = True
+    """Whether `encode` and `config` are implemented."""
+    stores_aliases: ClassVar[bool] = False
+    """Whether the files name tied tensors, so that each is stored once."""
+    weight_names: ClassVar[Literal["parameter", "family", "module"]] = "family"
+    """How a model's weights are named when they are written.
 
+    "parameter": as the model's parameters, merged experts included. "family": as in checkpoints of the model's family,
+    with experts one by one. "module": by transformers' modules, with experts one by one as gate_proj, up_proj and
+    down_proj.
+    """
+
+    @abstractmethod
+    def recognizes(self, checkpoint: Checkpoint) -> bool:
+        """Whether configs or headers say that the checkpoint is this producer's."""
+
+    @abstractmethod
     def read(self, checkpoint: Checkpoint) -> Reading:
-        """The quantized weights.
+        """Find the quantized weights. No tensor is read.
 
         Raises:
             ValueError: the config is damaged.
-            NotImplementedError: it asks for what mxquant does not compute.
+            NotImplementedError: the config asks for what mxquant does not compute.
         """
 
     def activation_scale_mode(self, activation: str) -> str | None:
-        """The scale mode that the producer's files imply for activations of a format."""
+        """The scale mode that readers of the files use for activations in a format; None: none is implied."""
+        return None
 
-    def encode(self, name: str, weight: MXTensor, known: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The tensors that the files hold for a weight, views of its own where they can be.
+    def prepare(self, weight: MXTensor) -> MXTensor:
+        """Adjust a freshly quantized weight, which nobody relies on yet, so that the files hold it exactly."""
+        return weight
+
+    def encode(self, name: str, weight: MXTensor, stored_scales: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The file's tensors for one weight, as views of the weight's own where possible.
 
         Args:
-            known: scales that the weights came from, by their names in the files; see `Origin.scales`.
+            stored_scales: scales of the checkpoint that the weight came from, by their names in the files. One that
+                still stands for the weight's scale is written again.
 
         Raises:
-            NotImplementedError: the files cannot hold it; the message says what would be lost.
+            NotImplementedError: the files cannot hold the weight; the message says what would be lost.
         """
+        raise NotImplementedError(f"{self.name} checkpoints are read, not written; save as 'mxquant'")
 
-    def config(self, weights: Mapping[str, MXTensor], ordinary: Iterable[str]) -> dict[str, dict[str, Any]]:
-        """The JSON objects to write, by file: "config.json" stands for its `quantization_config` alone.
+    def config(self, weights: Mapping[str, MXTensor], ordinary: Iterable[str]) -> Documents:
+        """The JSON files that describe `weights`. That of "config.json" is its `quantization_config` alone.
 
         Args:
-            ordinary: the modules whose weights are matrices and not quantized.
+            ordinary: modules whose weights are unquantized matrices.
         """
+        raise NotImplementedError(f"{self.name} checkpoints are read, not written; save as 'mxquant'")
+
+    def header(self, weights: Mapping[str, MXTensor], aliases: Mapping[str, str]) -> dict[str, str]:
+        """String metadata for the header of the file that holds `weights`.
+
+        Args:
+            aliases: tied names, each with a name stored in this file.
+        """
+        return {}
+
+    def refuse(self, name: str, weight: MXTensor, lost: str, remedy: str | None = None) -> NoReturn:
+        """Raise NotImplementedError: the files cannot hold `weight` without losing what `lost` says."""
+        remedy = "save as 'mxquant'" if remedy is None else f"{remedy}, or save as 'mxquant'"
+        raise NotImplementedError(f"{self.name} files cannot hold {name} {weight!r}: {lost} would be lost; {remedy}")
+
+    def check_matrix(self, name: str, weight: MXTensor, formats: Iterable[str]) -> None:
+        """Refuse a weight that is not a matrix of whole blocks in one of `formats`."""
+        fmt = get_format(weight.format)
+        if weight.format not in formats:
+            self.refuse(name, weight, "its codes", f"quantize it to one of {', '.join(formats)}")
+        self.check_not_rotated(name, weight)
+        if not name.endswith(".weight"):
+            self.refuse(name, weight, "a stack of experts")
+        if weight.dim() != 2:
+            self.refuse(name, weight, f"its shape of {weight.dim()} axes")
+        assert fmt.block_size is not None
+        if weight.axis != -1:
+            self.refuse(name, weight, "its blocks along another axis than the last")
+        if weight.shape[-1] % fmt.block_size or weight.metadata.block_offset:
+            self.refuse(name, weight, f"a partial block of {fmt.block_size}", "leave it unquantized")
+
+    def check_not_rotated(self, name: str, weight: MXTensor) -> None:
+        """Refuse a rotated weight, whose codes stand for other values to a reader that does not rotate activations."""
+        if (rotation := weight.metadata.scheme.rotation) is not None:
+            lost = f"its rotation in blocks of {rotation}, of activations in front of the matmul too,"
+            self.refuse(name, weight, lost, "quantize with rotation=None")
+
+    def check_activation_scale_mode(self, name: str, weight: MXTensor) -> None:
+        """Refuse an activation scale mode other than the one that the files imply and have no field for."""
+        mode, activation = weight.metadata.scheme.activation_scale_mode, weight.activation
+        implied = None if activation is None else self.activation_scale_mode(activation)
+        if mode != implied:
+            lost = f"activation_scale_mode {mode!r} (its readers take {implied!r})"
+            self.refuse(name, weight, lost, f"quantize with activation_scale_mode={implied!r}, or weight-only")
+
+    def one_scale(self, name: str, weight: MXTensor, scale: Tensor | None) -> Tensor | None:
+        """A per-tensor or static scale as a 0-dim tensor.
+
+        Raises:
+            NotImplementedError: parts of the weight have different scales.
+        """
+        if scale is None:
+            return None
+        first = scale.flatten()[0]
+        if bool((scale != first).any()):
+            self.refuse(name, weight, "different per-tensor scales of its rows")
+        return first.clone()
 
 
 def modules_of_bytes(checkpoint: Checkpoint) -> list[str]:
-    """The modules whose weights are bytes, packed codes or FP8, in the order of the files."""
+    """Modules whose `weight` holds packed codes or FP8, in the order of the files."""
     return [
         name.removesuffix(".weight")
         for name, info in checkpoint.tensors.items()
@@ -100,16 +183,17 @@ def modules_of_bytes(checkpoint: Checkpoint) -> list[str]:
 
 
 def kv_cache_scales(checkpoint: Checkpoint, suffixes: tuple[str, ...]) -> dict[str, str]:
-    """The tensors that are no part of the weights by their names, as `Reading.left_out`."""
+    """`Reading.ignored` for tensors with one of `suffixes`."""
     return {name: "scale of a KV cache" for name in checkpoint.tensors if name.endswith(suffixes)}
 
 
 def matches(pattern: str, name: str) -> bool:
-    """Whether an entry of a list of modules means the module `name`: "re:" and a regular expression from the start of
-    the name, a glob, or the name itself.
+    """Whether an entry of a config's module list names the module `name`.
+
+    An entry is the name itself, a glob, or "re:" and a regular expression that is matched from the start.
 
     Raises:
-        ValueError: no regular expression.
+        ValueError: an invalid regular expression.
     """
     if pattern.startswith("re:"):
         try:
@@ -120,63 +204,5 @@ def matches(pattern: str, name: str) -> bool:
 
 
 def module_of(name: str) -> str:
-    """The module of a weight's name."""
+    """The name of the module that a weight belongs to."""
     return name.removesuffix(".weight")
-
-
-def refuse(producer: str, name: str, weight: MXTensor, lost: str, remedy: str) -> NoReturn:
-    raise NotImplementedError(f"{producer} files cannot hold {name} {weight!r}: {lost} would be lost; {remedy}")
-
-
-def check_matrix(producer: str, name: str, weight: MXTensor, formats: Iterable[str]) -> None:
-    """Refuse a weight that is no matrix of whole blocks in one of `formats`."""
-    fmt = get_format(weight.format)
-    accepted = ", ".join(formats)
-    if weight.format not in formats:
-        refuse(producer, name, weight, "its codes", f"quantize it to one of {accepted}, or save as 'mxquant'")
-    check_not_rotated(producer, name, weight)
-    if not name.endswith(".weight"):
-        refuse(producer, name, weight, "a stack of experts", "save as 'mxquant', which holds stacks as they are")
-    if weight.dim() != 2:
-        refuse(producer, name, weight, f"its shape of {weight.dim()} axes", "save as 'mxquant'")
-    assert fmt.block_size is not None
-    if weight.axis != -1:
-        refuse(producer, name, weight, "its blocks along another axis than the last", "save as 'mxquant'")
-    if weight.shape[-1] % fmt.block_size or weight.metadata.block_offset:
-        refuse(
-            producer, name, weight, f"a partial block of {fmt.block_size}", "leave it unquantized, or save as 'mxquant'"
-        )
-
-
-def check_not_rotated(producer: str, name: str, weight: MXTensor) -> None:
-    """Refuse codes of a rotated weight, which stand for other values to whoever does not know of it."""
-    if (rotation := weight.metadata.scheme.rotation) is not None:
-        lost = f"its rotation in blocks of {rotation}, of activations in front of the matmul too,"
-        refuse(producer, name, weight, lost, "quantize with rotation=None, or save as 'mxquant'")
-
-
-def one_scale(producer: str, name: str, weight: MXTensor, scale: Tensor | None) -> Tensor | None:
-    """A per-tensor or static scale as one 0-dim number.
-
-    Raises:
-        NotImplementedError: parts of the weight have different ones.
-    """
-    if scale is None:
-        return None
-    first = scale.flatten()[0]
-    if bool((scale != first).any()):
-        refuse(producer, name, weight, "different per-tensor scales of its rows", "save as 'mxquant'")
-    return first.clone()
-
-
-def check_mode(producer: str, name: str, weight: MXTensor, implied: str | None) -> None:
-    """Refuse a scale mode of activations that the files have no field for and do not imply."""
-    mode = weight.metadata.scheme.activation_scale_mode
-    if mode != implied:
-        refuse(
-            producer,
-            name,
-            weight,
-            f"activation_scale_mode {mode!r} (its readers take {implied!r})",
-            f"quantize with activation_scale_mode={implied!r}, or weight-only, or save as 'mxquant'",
-        )

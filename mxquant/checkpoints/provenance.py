@@ -1,60 +1,57 @@
-"""What a model remembers of the checkpoint that it came from, so that saving it gives the same bytes.
+"""`Provenance`: what tensors do not tell of the checkpoint they came from, so that saving them gives the same bytes.
 
-An MXTensor holds multipliers in fp32. A producer that stores divisors, or bf16, or a scale for the KV cache, or a
-config with its own version and observers, wrote what cannot be told from the tensors; it is kept here, and used again
-for a weight that is still as it was.
+An MXTensor holds fp32 multipliers. A file may hold divisors, bf16 scales, scales of a KV cache, or a config with
+versions and observers. These are remembered, and written again for weights that have not changed.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from mxquant.checkpoints.files import Reader
+from mxquant.checkpoints.files import CONFIG, Documents, Reader
 from mxquant.checkpoints.load import Content
+from mxquant.scheme import Scheme
 
-ORIGIN = "_mxquant_origin"
-"""The attribute of a model that has its `Origin`."""
+PROVENANCE = "_mxquant_provenance"
+"""The attribute of a model that holds its `Provenance`."""
 
 
 @dataclass(frozen=True)
-class Origin:
-    """Where a model's tensors came from."""
+class Provenance:
+    """The checkpoint that tensors were loaded from."""
 
     producer: str
-    quantization_config: dict[str, Any]
-    hf_quant_config: dict[str, Any] | None
-    schemes: dict[str, tuple[Any, ...]]
-    """Format and rule for activations of each quantized weight, by its name in the files."""
+    documents: Documents
+    """Its quantization config and sidecars, as `Producer.config` returns them."""
+    schemes: dict[str, Scheme]
+    """Of each quantized weight, by its name in the files."""
     scales: dict[str, Tensor] = field(default_factory=dict)
-    """Scales of whole tensors that are no fp32 multipliers in the files, by their names there."""
-    left_out: dict[str, Tensor] = field(default_factory=dict)
-    """Tensors that are no part of the model."""
+    """Per-tensor and activation scales that are not fp32 multipliers, by their names in the files."""
+    ignored: dict[str, Tensor] = field(default_factory=dict)
+    """Tensors that are no part of the weights."""
     dtypes: dict[str, torch.dtype] = field(default_factory=dict)
-    """Of the tensors that are not quantized."""
+    """Of the unquantized tensors."""
 
     @classmethod
-    def of(cls, content: Content) -> Origin:
+    def of(cls, content: Content) -> Provenance:
+        """The provenance of the tensors of a quantized checkpoint."""
         checkpoint, reader = content.checkpoint, Reader(content.checkpoint)
         assert content.producer is not None
+        config = checkpoint.quantization_config
         scales = {
-            part: reader.read(part).clone()
-            for stored in content.quantized.values()
-            for part in stored.parts[2:]
-            if stored.divisor or checkpoint.tensors[part].dtype != "F32"
+            name: reader.read(name).clone()
+            for spec in content.quantized.values()
+            for name in spec.tensor_names[2:]
+            if spec.scales_are_divisors or checkpoint.tensors[name].dtype != "F32"
         }
         return cls(
-            content.producer.name,
-            checkpoint.quantization_config,
-            checkpoint.hf_quant_config,
-            {
-                name: (s.format, s.activation, s.activation_scale_mode, s.activation_scale is not None)
-                for name, s in content.quantized.items()
-            },
-            scales,
-            {name: reader.read(name).clone() for name in content.left_out},
-            {name: content.read(name, reader).dtype for name in content.ordinary},
+            producer=content.producer.name,
+            documents=({CONFIG: config} if config else {}) | checkpoint.sidecars,
+            schemes={name: spec.scheme for name, spec in content.quantized.items()},
+            scales=scales,
+            ignored={name: reader.read(name).clone() for name in content.ignored},
+            dtypes={name: content.read(name, reader).dtype for name in content.ordinary},
         )

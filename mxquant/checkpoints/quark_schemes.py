@@ -1,6 +1,6 @@
-"""What a layer's scheme in AMD Quark's config says, both ways: an MX format, NVFP4, or FP8 for activations.
+"""The spec of a layer in AMD Quark's config, to and from a `Scheme`.
 
-| | spec |
+| format | spec |
 |---|---|
 | MX | per group of 32 with E8M0 scales; static for weights, dynamic for activations |
 | NVFP4 | two specs: FP4 per group of 16, and FP8 per tensor for the scales of the first |
@@ -12,36 +12,26 @@ Source: amd-quark 0.13 `torch/quantization/config/{config,template}.py`.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
+
+from mxquant.scheme import Scheme
 
 FORMATS = {"fp4": "mxfp4", "fp6_e2m3": "mxfp6_e2m3", "fp6_e3m2": "mxfp6_e3m2", "fp8_e4m3": "mxfp8_e4m3"}
 DTYPES = {fmt: dtype for dtype, fmt in FORMATS.items()}
 MODES = ("even", "floor", "ceil")
+STATIC_SCALES = {"fp8_e4m3": "input_scale", "nvfp4": "input_scale_2"}
+"""For activation formats with a calibrated scale: which tensor of a module holds it."""
 _ACCEPTED = (
     f"{', '.join(FORMATS)} per group of 32 with E8M0 scales, static for weights and dynamic for activations, fp4 per "
     "group of 16 with FP8 scales (NVFP4), both along the last axis, and static fp8_e4m3 per tensor for activations"
 )
 
 
-class Scheme(NamedTuple):
-    """What is stored of a layer."""
-
-    format: str
-    activation: str | None = None
-    mode: str | None = None
-    """How scales of activations are rounded, where there is a choice."""
-
-    @property
-    def static(self) -> str | None:
-        """The tensor of a module that holds the calibrated scale of its activations; None: there is none."""
-        return {"fp8_e4m3": "input_scale", "nvfp4": "input_scale_2"}.get(self.activation or "")
-
-
 def read_scheme(module: str, layer: Mapping[str, Any]) -> Scheme:
-    """The scheme of a layer.
+    """The scheme of a layer's spec.
 
     Raises:
-        NotImplementedError: one that mxquant does not compute.
+        NotImplementedError: mxquant does not compute it.
     """
     fmt, _ = _format_of(module, "weight", layer.get("weight"), dynamic=False)
     inputs = layer.get("input_tensors")
@@ -53,22 +43,23 @@ def read_scheme(module: str, layer: Mapping[str, Any]) -> Scheme:
                 f"{module}: round_method {spec['round_method']!r} of input_tensors is not computed; 'half_even' is"
             )
     if _is_fp8(inputs, is_scale_quant=False):
-        return Scheme(fmt, "fp8_e4m3")
+        return Scheme(fmt, "fp8_e4m3", static_activation_scale=True)
     activation, mode = _format_of(module, "input_tensors", inputs, dynamic=True)
     if activation == "nvfp4" and fmt != "nvfp4":
         raise NotImplementedError(f"{module} has nvfp4 activations with a weight in {fmt}, which is not read")
-    return Scheme(fmt, activation, mode)
+    is_static = activation in STATIC_SCALES
+    return Scheme(fmt, activation, activation_scale_mode=mode, static_activation_scale=is_static)
 
 
 def write_scheme(scheme: Scheme) -> dict[str, Any]:
-    """A layer's scheme as the config has it."""
+    """The spec of a layer with `scheme`."""
     inputs: Any = None
     if scheme.activation == "fp8_e4m3":
         inputs = _fp8(is_scale_quant=False)
     elif scheme.activation is not None:
-        inputs = _spec(scheme.activation, scheme.mode or "even", dynamic=True)
+        inputs = _spec(scheme.activation, scheme.activation_scale_mode or "even", dynamic=True)
     return {
-        "weight": _spec(scheme.format, "even", dynamic=False),
+        "weight": _spec(scheme.weight, "even", dynamic=False),
         "input_tensors": inputs,
         "output_tensors": None,
         "bias": None,
@@ -131,7 +122,7 @@ def _fp8(*, is_scale_quant: bool) -> dict[str, Any]:
 
 
 def _filled(**fields: Any) -> dict[str, Any]:
-    """A spec with every field that Quark's own have; those of MX where nothing else is said."""
+    """A spec with every field that Quark writes. Fields that are not given are those of an MX format."""
     return {
         "qscheme": "per_group",
         "ch_axis": -1,

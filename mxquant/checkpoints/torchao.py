@@ -1,7 +1,7 @@
 """torchao's safetensors of MXTensor and NVFP4Tensor: `mod._weight_qdata`, `mod._weight_scale`, JSON in the header.
 
-Scales may lie in tiles of 128 x 4, and codes of six bits one a byte; both are arranged anew when read, and the codes
-and scales themselves are kept. Read only: torchao's kernels need its own tensors.
+Scales may lie in tiles of 128 x 4, and 6-bit codes one a byte. Both are rearranged on reading; codes and scales keep
+their values. Read only: torchao's kernels need its own tensors.
 
 Source: torchao 0.18 `prototype/safetensors/*.py`, `prototype/mx_formats/{mx,nvfp4}_tensor.py`.
 """
@@ -9,15 +9,13 @@ Source: torchao 0.18 `prototype/safetensors/*.py`, `prototype/mx_formats/{mx,nvf
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
-from typing import Any, NoReturn
-
-from torch import Tensor
+from collections.abc import Mapping
+from typing import Any
 
 from mxquant.checkpoints.files import Checkpoint
-from mxquant.checkpoints.producer import Reading, refuse
-from mxquant.checkpoints.weight_spec import PACKED, SWIZZLED, Stored
-from mxquant.tensor import MXTensor
+from mxquant.checkpoints.producer import Producer, Reading
+from mxquant.checkpoints.weight_spec import WeightSpec
+from mxquant.scheme import Scheme
 
 _ELEMENTS = {
     "float4_e2m1fn_x2": "mxfp4",
@@ -29,9 +27,10 @@ _ELEMENTS = {
 _ACTIVATION_MODES = {"FLOOR": "floor", "CEIL": "ceil", "EVEN": "even", "RCEIL": "rceil"}
 
 
-class TorchAO:
+class TorchAO(Producer):
     name = "torchao"
-    by_modules = False
+    suffixes = ("_weight_qdata", "_weight_scale")
+    can_write = False
 
     def recognizes(self, checkpoint: Checkpoint) -> bool:
         method = checkpoint.quantization_config.get("quant_method")
@@ -46,23 +45,7 @@ class TorchAO:
             if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
                 raise ValueError(f"tensor_names in the header is {names!r}; it is a list of names")
             described |= {name: _json(header, name) for name in names}
-        return Reading([_stored(name, found) for name, found in described.items() if found.get("_type") != "Tensor"])
-
-    def activation_scale_mode(self, activation: str) -> str | None:
-        return None
-
-    def encode(self, name: str, weight: MXTensor, known: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        _refuse(name, weight)
-
-    def config(self, weights: Mapping[str, MXTensor], ordinary: Iterable[str]) -> dict[str, dict[str, Any]]:
-        name, weight = next(iter(weights.items()))
-        _refuse(name, weight)
-
-
-def _refuse(name: str, weight: MXTensor) -> NoReturn:
-    refuse(
-        "torchao", name, weight, "what no other library's tensor can be", "save as 'mxquant', or quantize with torchao"
-    )
+        return Reading([_spec(name, found) for name, found in described.items() if found.get("_type") != "Tensor"])
 
 
 def _json(header: Mapping[str, str], key: str) -> Any:
@@ -75,30 +58,31 @@ def _json(header: Mapping[str, str], key: str) -> Any:
     return content
 
 
-def _stored(name: str, described: Mapping[str, Any]) -> Stored:
-    kind, fields, parts = (described.get(key) for key in ("_type", "_data", "_tensor_data_names"))
-    if kind not in ("MXTensor", "NVFP4Tensor") or not isinstance(fields, dict) or not isinstance(parts, list):
+def _spec(name: str, described: Mapping[str, Any]) -> WeightSpec:
+    kind, fields, tensors = (described.get(key) for key in ("_type", "_data", "_tensor_data_names"))
+    if kind not in ("MXTensor", "NVFP4Tensor") or not isinstance(fields, dict) or not isinstance(tensors, list):
         raise NotImplementedError(f"{name} is a {kind!r} of torchao; read are MXTensor and NVFP4Tensor")
     fmt = "nvfp4" if kind == "NVFP4Tensor" else _element(name, fields)
     block = {"MXTensor": 32, "NVFP4Tensor": 16}[kind]
     if fields.get("block_size") != block:
         raise NotImplementedError(f"{name} has blocks of {fields.get('block_size')!r}; read are blocks of {block}")
-    if fmt == "nvfp4" and "per_tensor_scale" not in parts:
+    if fmt == "nvfp4" and "per_tensor_scale" not in tensors:
         raise NotImplementedError(f"{name} is NVFP4 without a per-tensor scale; save it with one")
     module, _, attribute = name.rpartition(".")
     prefix = f"{module}._{attribute}_"
     activation, mode = _activation(name, fmt, fields.get("act_quant_kwargs"))
-    return Stored(
+    is_static = "act_per_tensor_scale" in tensors
+    return WeightSpec(
         name=name,
-        format=fmt,
+        scheme=Scheme(
+            fmt, activation, activation_scale_mode=mode, static_activation_scale=is_static and activation is not None
+        ),
         qdata=f"{prefix}qdata",
         scale=f"{prefix}scale",
         per_tensor_scale=f"{prefix}per_tensor_scale" if fmt == "nvfp4" else None,
-        activation=activation,
-        activation_scale_mode=mode,
-        activation_scale=f"{prefix}act_per_tensor_scale" if "act_per_tensor_scale" in parts else None,
-        arrangement=SWIZZLED if fields.get("is_swizzled_scales") else PACKED,
-        unpacked=fmt.startswith("mxfp6"),
+        activation_scale=f"{prefix}act_per_tensor_scale" if is_static else None,
+        scale_is_swizzled=bool(fields.get("is_swizzled_scales")),
+        qdata_is_unpacked=fmt.startswith("mxfp6"),
     )
 
 
@@ -111,7 +95,7 @@ def _element(name: str, fields: Mapping[str, Any]) -> str:
 
 
 def _activation(name: str, fmt: str, given: Any) -> tuple[str | None, str | None]:
-    """The activations' format and scale mode in `act_quant_kwargs`."""
+    """The activation format and scale mode in `act_quant_kwargs`."""
     if given is None:
         return None, None
     fields = given.get("_data") if isinstance(given, dict) else None

@@ -1,4 +1,4 @@
-"""Writing a checkpoint: shard by shard into a folder beside the target, which takes its place when all is there."""
+"""Writing a checkpoint shard by shard into a new folder, which replaces the target when it is complete."""
 
 from __future__ import annotations
 
@@ -8,36 +8,37 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mxquant.checkpoints.atomic_replace import put_in_place, recover
-from mxquant.checkpoints.files import INDEX, WEIGHTS, json_of
+from mxquant.checkpoints.atomic_replace import atomic_replace, recover
+from mxquant.checkpoints.encode import Encoded
+from mxquant.checkpoints.files import CONFIG, INDEX, WEIGHTS, Documents, json_of
+from mxquant.checkpoints.known_producers import sidecar_files
+from mxquant.checkpoints.producer import Producer
 from mxquant.tensor import MXTensor
-from mxquant.tensor.metadata import VERSION
-from mxquant.tensor.state import METADATA_KEY
 
 MAX_SHARD_BYTES = 5 * 10**9
 _WEIGHTS = re.compile(r"model(-+\d+-of-\d+)?\.safetensors")
-"""The names that checkpoints give their files of weights; an index may list others."""
+"""File names of weights. An index may list others."""
 
 
 @contextlib.contextmanager
 def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """A new folder to write into, which becomes `path` if the block ends well, and is removed if it does not.
+    """Yield a new folder, which becomes `path` if the block succeeds, and is removed if it raises.
 
-    A folder that is there already is replaced as a whole; files in it that are no weights of a checkpoint, such as a
-    tokenizer's or an adapter's, are kept, links as links. Until the new one is complete, the old one is untouched.
+    An existing folder is replaced as a whole, and is untouched until then. Its files that are not weights, such as a
+    tokenizer's or an adapter's, are kept; links stay links.
 
     Raises:
-        FileExistsError: `path` is a file, the current folder, a mount point, or a folder with folders of its own.
-        OSError: the new folder is complete and cannot take its place; the message says where it is left.
+        FileExistsError: `path` is a file, the current folder, a mount point, or a folder with subfolders.
+        OSError: the new folder is complete but cannot replace `path`; the message says where it is left.
     """
-    target = Path(os.path.realpath(path))  # a link stays one, and what it leads to is replaced
+    target = Path(os.path.realpath(path))  # if `path` is a link, its target is replaced
     _check_replaceable(target)
     recover(target)
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -49,7 +50,7 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
         _sync(fresh)
         is_complete = True
         _keep_others(target, fresh)
-        put_in_place(fresh, target)
+        atomic_replace(fresh, target)
     except OSError as error:
         if not is_complete:
             shutil.rmtree(fresh, ignore_errors=True)
@@ -77,7 +78,7 @@ def _check_replaceable(target: Path) -> None:
 def _keep_others(old: Path, fresh: Path) -> None:
     if not old.is_dir():
         return
-    weights = {INDEX, "hf_quant_config.json", *_listed(old)}
+    weights = {INDEX, *sidecar_files(), *_listed(old)}
     for file in old.iterdir():
         is_weights = _WEIGHTS.fullmatch(file.name) or file.name in weights
         written = fresh / file.name
@@ -86,8 +87,8 @@ def _keep_others(old: Path, fresh: Path) -> None:
 
 
 def _listed(old: Path) -> set[str]:
-    """The files of weights in the index of a folder; none of a damaged one, which is replaced like any other."""
-    with contextlib.suppress(ValueError):
+    """The files that a folder's index lists."""
+    with contextlib.suppress(ValueError):  # a damaged index is replaced like any other
         weight_map = (json_of(old / INDEX) or {}).get("weight_map")
         if isinstance(weight_map, dict):
             return {name for name in map(str, weight_map.values()) if name.endswith(".safetensors")}
@@ -107,30 +108,42 @@ def _umask() -> int:
 
 
 class ShardWriter:
-    """Takes tensors one by one and writes a file whenever it has a shard's worth of them.
+    """Collects tensors and writes a file whenever a shard is full.
 
     Args:
-        folder: an empty one, see `replacing`.
-        max_shard_bytes: the most that a file holds, but that one tensor may be larger.
+        folder: an empty folder; see `replacing`.
+        producer: whose files are written.
+        max_shard_bytes: the most bytes of tensors in a file, unless a single call of `add` brings more.
+
+    Raises:
+        ValueError: `max_shard_bytes` is below 1.
     """
 
-    def __init__(self, folder: Path, max_shard_bytes: int = MAX_SHARD_BYTES) -> None:
+    def __init__(self, folder: Path, producer: Producer, max_shard_bytes: int = MAX_SHARD_BYTES) -> None:
         if max_shard_bytes < 1:
             raise ValueError(f"max_shard_bytes={max_shard_bytes} is no size; give the bytes that a file may have")
         self._folder = folder
+        self._producer = producer
         self._limit = max_shard_bytes
         self._pending: dict[str, Tensor] = {}
-        self._described: dict[str, Any] = {}
+        self._weights: dict[str, MXTensor] = {}
+        self._aliases: dict[str, str] = {}
         self._shards: list[list[str]] = []
         self._names: set[str] = set()
         self.nbytes = 0
         self._pending_bytes = 0
 
-    def add(self, tensors: Mapping[str, Tensor], described: Mapping[str, Any] | None = None) -> None:
-        """Write tensors that belong together, in one file.
+    def add(
+        self,
+        tensors: Mapping[str, Tensor],
+        weights: Mapping[str, MXTensor] | None = None,
+        aliases: Mapping[str, str] | None = None,
+    ) -> None:
+        """Write tensors to one file, with whatever the producer's header says of them.
 
         Args:
-            described: what mxquant's own header says of the weight that they make up, by its name.
+            weights: the quantized weights that the tensors make up, by name.
+            aliases: tied names, each with the name of one of these weights or tensors.
 
         Raises:
             ValueError: a name was written before.
@@ -141,13 +154,19 @@ class ShardWriter:
         if self._pending and self._pending_bytes + size > self._limit:
             self._flush()
         self._pending |= tensors
-        self._described |= described or {}
+        self._weights |= weights or {}
+        self._aliases |= aliases or {}
         self._names |= tensors.keys()
         self._pending_bytes += size
         self.nbytes += size
 
-    def finish(self, documents: Mapping[str, Mapping[str, Any]]) -> None:
-        """Write what is left, the index where there are several shards, and JSON documents by their files' names."""
+    def finish(self, documents: Documents, model_config: Mapping[str, Any]) -> None:
+        """Write the last shard, the index if there are several, and the configs.
+
+        Args:
+            documents: as `Producer.config`.
+            model_config: what config.json holds beside the quantization config.
+        """
         self._flush()
         count = len(self._shards)
         if count == 1:
@@ -157,9 +176,12 @@ class ShardWriter:
             for i, name in enumerate(names):
                 self._part(i).rename(self._folder / name)
             weight_map = {t: name for name, shard in zip(names, self._shards, strict=True) for t in shard}
-            write_json(self._folder / INDEX, {"metadata": {"total_size": self.nbytes}, "weight_map": weight_map})
-        for name, document in documents.items():
-            write_json(self._folder / name, document)
+            _write_json(self._folder / INDEX, {"metadata": {"total_size": self.nbytes}, "weight_map": weight_map})
+        config = dict(model_config)
+        if CONFIG in documents:
+            config["quantization_config"] = documents[CONFIG]
+        for name, document in (documents | ({CONFIG: config} if config else {})).items():
+            _write_json(self._folder / name, document)
 
     def _part(self, index: int) -> Path:
         return self._folder / f"part-{index}.safetensors"
@@ -169,30 +191,47 @@ class ShardWriter:
 
         if not self._pending and self._shards:
             return
-        metadata = {"format": "pt"}
-        if self._described:
-            content = {"version": VERSION, "tensors": self._described, "aliases": {}}
-            metadata[METADATA_KEY] = json.dumps(content, sort_keys=True)
+        metadata = {"format": "pt"} | self._producer.header(self._weights, self._aliases)
         contiguous = {name: _storable(tensor) for name, tensor in self._pending.items()}
         file = self._part(len(self._shards))
         save_file(contiguous, file, metadata)
-        file.chmod(0o666 & ~_umask())  # safetensors leaves it to its owner alone
+        file.chmod(0o666 & ~_umask())  # safetensors lets only the owner read it
         self._shards.append(list(self._pending))
-        self._pending, self._described, self._pending_bytes = {}, {}, 0
+        self._pending, self._weights, self._aliases, self._pending_bytes = {}, {}, {}, 0
 
 
-def described(name: str, weight: MXTensor) -> dict[str, Any]:
-    """What mxquant's own header says of a weight."""
-    canonical = weight.canonical()
-    return {name: json.loads(canonical.metadata.to_json(tuple(canonical.shape)))}
+def write_encoded(
+    folder: Path,
+    encoded: Encoded,
+    model_config: Mapping[str, Any],
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    *,
+    aliases: Mapping[str, str] | None = None,
+    progress: Callable[[Iterable[str]], Iterable[str]] = iter,
+) -> None:
+    """Write an encoded state dict with its configs into an empty folder.
+
+    Args:
+        model_config: what config.json holds beside the quantization config.
+        aliases: tied names, each with the name in `encoded.tensors` that it is tied to.
+        progress: wraps the names that are gone through, as tqdm does.
+    """
+    writer = ShardWriter(folder, encoded.producer, max_shard_bytes)
+    aliases_of: dict[str, dict[str, str]] = {}
+    for alias, first in (aliases or {}).items():
+        aliases_of.setdefault(first, {})[alias] = first
+    for name in progress(list(encoded.tensors)):
+        weights = {name: encoded.weights[name]} if name in encoded.weights else {}
+        writer.add(encoded.tensors[name], weights, aliases_of.get(name))
+    writer.finish(encoded.documents, model_config)
 
 
-def write_json(file: Path, content: Mapping[str, Any]) -> None:
+def _write_json(file: Path, content: Mapping[str, Any]) -> None:
     file.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def _storable(tensor: Tensor) -> Tensor:
-    """Contiguous and with memory of its own length, as safetensors wants it, on the CPU."""
+    """The tensor on the CPU, contiguous and in a storage of its own size, as safetensors needs it."""
     tensor = tensor.detach().to("cpu")
     whole = tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes
     return tensor if whole else tensor.clone(memory_format=torch.contiguous_format)

@@ -1,8 +1,8 @@
 """Which parameter of a transformers model each tensor of a checkpoint belongs to, and how experts are merged.
 
-transformers knows it, for each class of models: renamings and converters (`transformers.conversion_mapping`). Tools
-that take experts apart name them gate_proj, up_proj and down_proj, whatever the checkpoint of the family calls them:
-`role_names` leads those names to the family's.
+For each model class, transformers has renamings and converters (`transformers.conversion_mapping`). Some tools split
+experts and name them gate_proj, up_proj and down_proj, whatever checkpoints of the model's family call them.
+`role_names` maps these names to the family's.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import contextlib
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import torch
 import transformers
@@ -30,40 +30,64 @@ from transformers.core_model_loading import (
 from mxquant.checkpoints.load import Content
 
 CONVERSIONS = "_mxquant_conversions"
-"""The attribute of a model that `from_pretrained` made: the conversions by which transformers loaded it, without those
-of `ROLES`."""
+"""The attribute of a model from `from_pretrained` that holds the conversions it was loaded by, without those of
+`ROLES`."""
 ROLES = "_mxquant_expert_names"
-"""The attribute of such a model: `role_names` of its checkpoint."""
-_TAKEN_APART = re.compile(r"\.experts\.\d+\.(gate_proj|up_proj|down_proj)\.weight$")
+"""The attribute of such a model that holds `role_names` of its checkpoint."""
+_SPLIT_EXPERT = re.compile(r"\.experts\.\d+\.(gate_proj|up_proj|down_proj)\.weight$")
 _ROLES = {"gate_up_proj": ("gate_proj", "up_proj"), "up_proj": ("up_proj",), "down_proj": ("down_proj",)}
 
 
 @dataclass
 class Source:
-    """What a parameter is loaded from."""
+    """The tensors of a checkpoint that a parameter is loaded from."""
 
     names: list[str] = field(default_factory=list)
     patterns: list[str] = field(default_factory=list)
-    """Which source pattern of the converter each of `names` matched."""
+    """For each of `names`, the source pattern of the converter that it matched."""
     converter: WeightConverter | None = None
-    """None: the one tensor as it is."""
+    """None: the parameter is the one tensor, unchanged."""
+
+
+class Skeleton(NamedTuple):
+    """A checkpoint's model without memory, and what it is loaded from. Made by `skeleton_of`."""
+
+    config: Any
+    """transformers' config, without quantization."""
+    model: nn.Module
+    """The model with every parameter on the meta device."""
+    sources: dict[str, Source]
+    """For each parameter."""
+
+
+def skeleton_of(content: Content) -> Skeleton:
+    """Build the model of a checkpoint on the meta device and assign the checkpoint's tensors to its parameters.
+
+    Raises:
+        ValueError: transformers does not know the model, or tensors and parameters do not match.
+    """
+    config = _plain_config(content)
+    cls = model_class(config)
+    with torch.device("meta"):
+        model = cls.from_config(config) if cls is AutoModelForCausalLM else cls(config)
+    return Skeleton(config, model, sources_of(model, content.names))
 
 
 def model_class(config: Any) -> Any:
-    """The class that the config names, or that of causal language models."""
+    """The class that the config names, else the auto class of causal language models."""
     for architecture in getattr(config, "architectures", None) or []:
         if hasattr(transformers, architecture):
             return getattr(transformers, architecture)
     return AutoModelForCausalLM
 
 
-def plain_config(content: Content) -> Any:
-    """The model's config without what it says of quantization.
+def _plain_config(content: Content) -> Any:
+    """The model's config without its quantization.
 
     Raises:
-        ValueError: a model that transformers does not know by itself.
+        ValueError: transformers does not know the model without code from elsewhere.
     """
-    if content.rows:  # a config of transformers that is in no file
+    if content.rows:  # the config was translated and is in no file
         return AutoConfig.for_model(**content.checkpoint.config)
     path, kind = content.checkpoint.path, content.checkpoint.config.get("model_type")
     if kind not in CONFIG_MAPPING:
@@ -78,20 +102,13 @@ def plain_config(content: Content) -> Any:
     return config
 
 
-def skeleton(config: Any) -> nn.Module:
-    """The model without memory: every parameter on the meta device."""
-    cls = model_class(config)
-    with torch.device("meta"):
-        return cls.from_config(config) if cls is AutoModelForCausalLM else cls(config)
-
-
 def key_mapping(roles: Mapping[str, str]) -> dict[str, str]:
     """`role_names` as transformers' `from_pretrained` takes renamings."""
     return {_named(role, r"(\d+)"): rf".experts.\1.{leaf}.weight" for role, leaf in roles.items()}
 
 
 def with_role_names(name: str, roles: Mapping[str, str]) -> str:
-    """The name that a tensor had before `key_mapping`."""
+    """The inverse of `key_mapping` for one tensor's name."""
     for role, leaf in roles.items():
         renamed = re.sub(_named(leaf, r"(\d+)") + "$", rf".experts.\1.{role}.weight", name)
         if renamed != name:
@@ -104,7 +121,7 @@ def _named(leaf: str, number: str) -> str:
 
 
 def loading_conversions(conversions: Iterable[Any] | None, roles: Mapping[str, str]) -> list[Any] | None:
-    """The conversions that a model was loaded by, but those of `key_mapping`."""
+    """The conversions that a model was loaded by, without those of `key_mapping`."""
     if conversions is None:
         return None
     ours = set(key_mapping(roles))
@@ -112,8 +129,11 @@ def loading_conversions(conversions: Iterable[Any] | None, roles: Mapping[str, s
 
 
 def role_names(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
-    """For experts that were taken apart: what the checkpoints of this family call each role; empty where it is that."""
-    return _family_roles(model) if any(_TAKEN_APART.search(name) for name in names) else {}
+    """What checkpoints of the model's family call gate_proj, up_proj and down_proj of split experts.
+
+    Only names that differ are listed; none if `names` has no expert under those names.
+    """
+    return _family_roles(model) if any(_SPLIT_EXPERT.search(name) for name in names) else {}
 
 
 def _family_roles(model: nn.Module) -> dict[str, str]:
@@ -134,13 +154,13 @@ def _merges(converter: WeightConverter) -> bool:
 
 
 def sources_of(model: nn.Module, names: Iterable[str]) -> dict[str, Source]:
-    """For each parameter of `model` the tensors of a checkpoint that it is made of, in the order of their numbers.
+    """For each parameter of `model`, the tensors that it is loaded from, in the order of the numbers in their names.
 
     Args:
-        names: of the tensors in the checkpoint.
+        names: the checkpoint's tensors.
 
     Raises:
-        ValueError: a tensor belongs nowhere, or a parameter has none.
+        ValueError: a tensor belongs to no parameter, or a parameter has no tensor.
     """
     names = sorted(names, key=dot_natural_key)
     mapping = [WeightRenaming(k, v) for k, v in key_mapping(role_names(model, names)).items()]
@@ -171,14 +191,14 @@ def sources_of(model: nn.Module, names: Iterable[str]) -> dict[str, Source]:
     return found
 
 
-def check_shapes(model: nn.Module, content: Content, sources: Mapping[str, Source]) -> None:
-    """Compare tensors that are loaded as they are with the model; merged ones are compared when they are.
+def check_shapes(skeleton: Skeleton, content: Content) -> None:
+    """Compare the shapes of unmerged tensors with the model's. Merged tensors are compared when they are merged.
 
     Raises:
-        ValueError: one has another shape.
+        ValueError: a shape differs.
     """
-    expected = model.state_dict()
-    for target, source in sources.items():
+    expected = skeleton.model.state_dict()
+    for target, source in skeleton.sources.items():
         shape = tuple(expected[target].shape)
         if source.converter is None and content.shape(source.names[0]) != shape:
             raise ValueError(
@@ -188,7 +208,7 @@ def check_shapes(model: nn.Module, content: Content, sources: Mapping[str, Sourc
 
 
 def _check_experts(target: str, source: Source, experts: int) -> None:
-    """Refuse a stack of which an expert is missing."""
+    """Refuse a stack that lacks an expert."""
     if source.converter is None or not _merges(source.converter):
         return
     for pattern in source.converter.source_patterns:
@@ -224,13 +244,12 @@ def _check_names(model: nn.Module, expected: set[str], covered: set[str], superf
         )
 
 
-def by_family(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Parameters under the names that checkpoints of the model's family have, merged experts taken apart."""
-    return _reverted(model, state, None)
-
-
-def by_modules(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Parameters under the names of their modules; merged experts each with a gate_proj, up_proj and down_proj."""
+def split_experts(
+    model: nn.Module, state: Mapping[str, Tensor], names: Literal["family", "module"]
+) -> dict[str, Tensor]:
+    """Parameters with merged experts split, under names of the family or of modules; see `Producer.weight_names`."""
+    if names == "family":
+        return _reverted(model, state, None)
     mapping = get_model_conversion_mapping(model)
     merging = [entry for entry in mapping if isinstance(entry, WeightConverter) and _merges(entry)]
     roles = _family_roles(model)
@@ -238,14 +257,14 @@ def by_modules(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tenso
 
 
 def as_loaded(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Parameters under the names that `from_pretrained` found them by."""
+    """Parameters under the names that they were loaded from by `from_pretrained`."""
     roles = vars(model).get(ROLES) or {}
     reverted = _reverted(model, state, vars(model).get(CONVERSIONS))
     return {with_role_names(name, roles): tensor for name, tensor in reverted.items()}
 
 
 def _reverted(model: Any, state: Mapping[str, Tensor], conversions: list[Any] | None) -> dict[str, Tensor]:
-    """What transformers makes of parameters by the reverse of conversions; None: those of the family."""
+    """Parameters after transformers reverted `conversions`; None: those of the model's family."""
     attributes = vars(model)
     seen = attributes.pop("_weight_conversions", None)
     if conversions is not None:

@@ -1,8 +1,8 @@
-"""Where the modules of a model go: `device_map` as transformers and accelerate have it, the disk included.
+"""`device_map` as transformers and accelerate have it, the disk included.
 
-accelerate keeps what is sent to the disk as ordinary arrays in files of its own, which packed codes with their metadata
-are not. `from_pretrained` needs no such files: weights on the CPU are views of the checkpoint's own mapped files, whose
-pages are read when they are used and dropped when memory is short.
+accelerate offloads to files of ordinary arrays, which cannot hold packed codes with metadata. `from_pretrained` needs
+no such files: weights on the CPU are views of the checkpoint's own mapped files. The system reads their pages on use
+and drops them when memory is short.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ REMEDY = (
 
 
 def without_disk(device_map: Any, max_memory: Any, sources: Mapping[str, Any]) -> tuple[Any, Any]:
-    """`device_map` and `max_memory` by which what would go to the disk is read from the mapped files, on the CPU.
+    """`device_map` and `max_memory` with the CPU, and so the mapped files, in place of the disk.
 
     Args:
-        sources: what each parameter is made of, as `conversion.sources_of` has it.
+        sources: of each parameter, as in `conversion.Skeleton`.
 
     Raises:
-        NotImplementedError: a module with merged experts is sent to the disk: they are in no file as they are.
+        NotImplementedError: merged experts are sent to the disk. No file holds them merged.
     """
     if isinstance(device_map, str) and device_map in _BY_SIZE:
         from accelerate.utils import get_max_memory
@@ -46,15 +46,16 @@ def without_disk(device_map: Any, max_memory: Any, sources: Mapping[str, Any]) -
 
 
 def _place(name: str, device_map: Mapping[str, Any]) -> Any:
-    """Where the longest entry that is the name or a module around it sends a parameter; None without one."""
+    """The device of a parameter: that of the longest entry that is its name or a module around it; None without one."""
     while name not in device_map and name:
         name = name.rpartition(".")[0]
     return device_map.get(name)
 
 
 def whole_state(model: nn.Module) -> dict[str, Tensor]:
-    """The state dict, with the weights of modules that wait on the CPU for a GPU as they are there: in the model itself
-    they are on the meta device.
+    """The state dict, with the values of offloaded weights.
+
+    NOTE: the weights of modules that accelerate offloads to the CPU are on the meta device in the model itself.
 
     Raises:
         ValueError: a parameter on the meta device has no values anywhere.

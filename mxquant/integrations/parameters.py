@@ -87,5 +87,5 @@ def parameters_of(content: Content) -> Parameters | None:
     content = content.as_in_transformers()
     if content.checkpoint.config.get("model_type") not in CONFIG_MAPPING:
         return None
-    model = conversion.skeleton(conversion.plain_config(content))
-    return Parameters(content, model, conversion.sources_of(model, content.names))
+    _, model, sources = conversion.skeleton_of(content)
+    return Parameters(content, model, sources)

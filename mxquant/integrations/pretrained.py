@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from mxquant.checkpoints.files import Reader
 from mxquant.checkpoints.load import Content, read_content
-from mxquant.checkpoints.provenance import ORIGIN, Origin
+from mxquant.checkpoints.provenance import PROVENANCE, Provenance
 from mxquant.integrations.device_map import without_disk
 from mxquant.integrations.extra import needing_transformers
 from mxquant.modules.quantize_target import replace_parameter
@@ -28,7 +28,7 @@ _MEANINGLESS = {
     "config", "key_mapping", "output_loading_info", "quantization_config", "revision", "state_dict", "subfolder",
     "use_safetensors", "variant", "weights_only",
 }  # fmt: skip
-"""Options of transformers' `from_pretrained` that would be dropped, or clash with what is passed on."""
+"""Options of transformers' `from_pretrained` that would have no effect here, or clash with those passed on."""
 
 
 def from_pretrained(
@@ -39,28 +39,27 @@ def from_pretrained(
     backend: str = "auto",
     **options: Any,
 ) -> PreTrainedModel:
-    """The transformers model of a quantized checkpoint, of any producer that `load_state` reads, or of a plain one.
+    """Load a checkpoint, of any producer that `load_state` reads or unquantized, as a transformers model.
 
-    Codes and scales are the file's own; experts that the files hold one by one are merged as the model's class has
+    Codes and scales are the file's own. Experts that the files hold one by one are merged as the model's class has
     them. Linears and experts quantize their activations as the checkpoint's config says. Weights that are not merged
-    are views of the memory-mapped files, which must stay as they are.
+    are views of the memory-mapped files, which must not change while the model lives.
 
     Args:
-        path: the folder of the checkpoint, with its config.json; nothing is downloaded.
-        dtype: of the model, and what quantized weights stand for; "auto": as the config says. transformers' former
-            name of it, `torch_dtype`, is taken as well.
-        device_map: as transformers' `from_pretrained` takes it. "disk" means the checkpoint's own mapped files, and
-            "auto" counts a quantized weight as one of `dtype`.
-        options: as transformers' `from_pretrained` takes them, but for those that say which files to read and how.
-        backend: who multiplies: "auto", or a name in `list_backends()`.
+        path: the folder of the checkpoint, with its config.json. Nothing is downloaded.
+        dtype: of the model, and of the values that quantized weights stand for; "auto": by the config. Its former name
+            in transformers, `torch_dtype`, is accepted too.
+        device_map: as in transformers' `from_pretrained`. "disk" means the checkpoint's own mapped files, and "auto"
+            counts a quantized weight as one of `dtype`.
+        options: as in transformers' `from_pretrained`, except those that say which files to read and how.
+        backend: computes the matmuls: "auto", or a name in `list_backends()`.
 
     Raises:
         FileNotFoundError: there is no checkpoint, or no config.json.
-        ValueError: damaged, missing or superfluous tensors, found before anything large is allocated; a backend that
+        ValueError: damaged, missing or superfluous tensors, found before anything large is allocated; or the backend
             cannot compute the weights.
-        NotImplementedError: an unknown producer, a scheme that mxquant does not compute, merged experts sent to the
-            disk.
-        TypeError: both `dtype` and `torch_dtype`; an option that has no meaning here.
+        NotImplementedError: an unknown producer, a scheme that mxquant does not compute, or merged experts on "disk".
+        TypeError: both `dtype` and `torch_dtype`, or an option that has no meaning here.
         ImportError: transformers is not installed.
     """
     with needing_transformers():
@@ -74,14 +73,13 @@ def from_pretrained(
             f"{os.fspath(path)} has no config.json to build a model from; load_state reads it without"
         )
     content = content.as_in_transformers()
-    config = conversion.plain_config(content)
-    model = conversion.skeleton(config)
-    sources = conversion.sources_of(model, content.names)
-    conversion.check_shapes(model, content, sources)
+    skeleton = conversion.skeleton_of(content)
+    conversion.check_shapes(skeleton, content)
+    config, model, sources = skeleton
     _check_static_scales(content, sources)
     roles = conversion.role_names(model, content.names)
     device_map, max_memory = without_disk(device_map, options.pop("max_memory", None), sources)
-    del model
+    del model, skeleton
     options |= {"device_map": device_map, "max_memory": max_memory}
     options["key_mapping"] = conversion.key_mapping(roles) or None
     loaded = _load(content, config, sources, content.dtype if dtype == "auto" else dtype, options)
@@ -101,7 +99,7 @@ def _refuse_meaningless(options: dict[str, Any]) -> None:
 
 
 def _dtype_of(dtype: torch.dtype | str, options: dict[str, Any]) -> torch.dtype | str:
-    """`dtype`, or what is given as `torch_dtype`, which transformers would drop beside it."""
+    """`dtype`, or the option `torch_dtype`, which transformers would ignore beside `dtype`."""
     if "torch_dtype" not in options:
         return dtype
     former = options.pop("torch_dtype")
@@ -113,7 +111,7 @@ def _dtype_of(dtype: torch.dtype | str, options: dict[str, Any]) -> torch.dtype 
 def _load(
     content: Content, config: Any, sources: Mapping[str, Any], dtype: torch.dtype | str, options: dict[str, Any]
 ) -> PreTrainedModel:
-    """Let transformers take the tensors, one after the other, and hold it to having placed each."""
+    """Let transformers load the tensors one by one, and check that it placed each."""
     from mxquant.integrations import conversion
 
     with _one_at_a_time():
@@ -130,23 +128,24 @@ def _load(
 
 
 def _mark(model: Any, content: Content, roles: dict[str, str]) -> None:
-    """Leave with a model what saving it needs to know."""
+    """Set the attributes that saving the model needs."""
     from mxquant.integrations.conversion import CONVERSIONS, ROLES, loading_conversions
     from mxquant.integrations.transformers import MXQuantConfig, MXQuantizer
 
     model.config.quantization_config = MXQuantConfig()
     model.hf_quantizer = MXQuantizer(model.config.quantization_config, pre_quantized=True)
     model.is_quantized, model.quantization_method = True, "mxquant"
-    # What transformers saves has merged experts; only `save_pretrained` for another producer takes them apart.
+    # NOTE: transformers' own `save_pretrained` must not split merged experts, so it finds no conversions.
     conversions = loading_conversions(vars(model).get("_weight_conversions"), roles)
-    remembered = {ORIGIN: Origin.of(content), CONVERSIONS: conversions, ROLES: roles}
+    remembered = {PROVENANCE: Provenance.of(content), CONVERSIONS: conversions, ROLES: roles}
     vars(model).update(remembered | {"_weight_conversions": []})
 
 
 @contextlib.contextmanager
 def _one_at_a_time() -> Iterator[None]:
-    """Keep transformers' threads from reading ahead: mapped files gain nothing by it, and all experts would be mapped
-    before the first are merged.
+    """Switch off transformers' loading threads.
+
+    NOTE: reading ahead gains nothing with mapped files, and would map all experts before the first are merged.
     """
     name = "HF_DEACTIVATE_ASYNC_LOAD"
     before = os.environ.get(name)
@@ -161,7 +160,7 @@ def _one_at_a_time() -> Iterator[None]:
 
 
 class _Lazy:
-    """A tensor that is read when transformers asks for its values, as it asks a slice of a safetensors file."""
+    """A tensor that is read when transformers indexes it, like a slice of a safetensors file."""
 
     def __init__(self, content: Content, name: str, group: _Group) -> None:
         self._content, self._name, self._group = content, name, group
@@ -171,7 +170,7 @@ class _Lazy:
 
 
 class _Group:
-    """Tensors that are merged to one: the files are unmapped with the last of them, and their pages are free again."""
+    """Tensors that are merged to one parameter. Once the last is read, their files are unmapped and the pages freed."""
 
     def __init__(self, content: Content, count: int) -> None:
         self._content, self._left = content, count
@@ -195,14 +194,18 @@ def _lazy_state(content: Content, sources: Mapping[str, Any]) -> dict[str, _Lazy
 
 
 def _check_static_scales(content: Content, sources: Mapping[str, Any]) -> None:
-    """Of matrices that are merged to one, which sees one input: an expert's gate and up."""
+    """Refuse different static activation scales of matrices that are merged to one, such as an expert's gate and up.
+
+    Raises:
+        NotImplementedError: two scales differ.
+    """
     reader = Reader(content.checkpoint)
     for target, source in sources.items():
         parts = source.converter.source_patterns if source.converter is not None else []
         columns = [[n for n, p in zip(source.names, source.patterns, strict=True) if p == part] for part in parts]
         for names in zip(*columns, strict=False):
-            stored = [content.quantized.get(name) for name in names]
-            scales = [reader.read(s.activation_scale).item() for s in stored if s is not None and s.activation_scale]
+            specs = [content.quantized.get(name) for name in names]
+            scales = [reader.read(s.activation_scale).item() for s in specs if s is not None and s.activation_scale]
             if len(set(scales)) > 1:
                 raise NotImplementedError(
                     f"{' and '.join(names)} have different static activation scales {scales}, but are one matrix of "
@@ -218,7 +221,7 @@ def _check_loaded(info: Mapping[str, Any]) -> None:
 
 
 def _serve(model: nn.Module, backend: str) -> None:
-    """Each quantized weight as the backend that serves it wants it, tied ones tied; of others, for `summary`, why."""
+    """Give each quantized weight to its backend, tied ones once. Note for `summary` why others are not quantized."""
     served: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for attribute, parameter in module._parameters.items():

@@ -5,20 +5,22 @@ from __future__ import annotations
 import contextlib
 import copy
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from mxquant.checkpoints.encode import Encoded, encode
-from mxquant.checkpoints.files import json_of
+from mxquant.checkpoints.encode import encode_state
+from mxquant.checkpoints.files import CONFIG, json_of
+from mxquant.checkpoints.known_producers import get_writer
+from mxquant.checkpoints.native import Native
 from mxquant.checkpoints.producer import Producer
-from mxquant.checkpoints.provenance import ORIGIN
-from mxquant.checkpoints.registry import get_producer
-from mxquant.checkpoints.write import MAX_SHARD_BYTES, ShardWriter, described, replacing
+from mxquant.checkpoints.provenance import PROVENANCE
+from mxquant.checkpoints.write import MAX_SHARD_BYTES, replacing, write_encoded
 from mxquant.integrations.device_map import whole_state
 from mxquant.integrations.extra import needing_transformers
-from mxquant.tensor import MXTensor
+from mxquant.tensor.state import tied_names
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -31,93 +33,83 @@ def save_pretrained(
     *,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
-    """Write a quantized model so that the producer's own tools load it.
+    """Write a quantized model as a checkpoint that the producer's own tools load.
 
-    Codes and scales are written as they are. A model that `from_pretrained` loaded from the same producer gives the
-    same bytes, tensor by tensor, and the same config. All is validated before anything is written, and the folder
-    appears when it is complete: an interrupted save leaves what was there before.
+    Codes and scales are copied, never requantized. A model that `from_pretrained` loaded from the same producer gives
+    the same bytes, tensor by tensor, and the same config. Everything is validated first, and the folder appears when it
+    is complete: a save that fails or is interrupted leaves what was there before.
 
     Args:
         model: a transformers model with weights that `quantize_`, `MXQuantConfig` or `from_pretrained` quantized.
-        path: the folder; one that is there is replaced, but for files that are no weights.
-        producer: "mxquant", "compressed-tensors", "quark", "modelopt" or "gpt-oss".
-        max_shard_bytes: the most that one file holds.
+        path: the folder. An existing one is replaced, except for files that are not weights.
+        producer: whose files to write: a name in `mxquant.checkpoints.PRODUCERS`.
+        max_shard_bytes: the most bytes of tensors in a file.
 
     Raises:
         ValueError: an unknown producer, or nothing in the model is quantized.
-        TypeError: no transformers model.
-        NotImplementedError: the producer's files cannot hold a weight; the message says what would be lost.
+        TypeError: not a transformers model.
+        NotImplementedError: the producer's files are only read, or cannot hold a weight; the message says what would be
+            lost.
         ImportError: transformers is not installed.
     """
     with needing_transformers():
         from transformers import PreTrainedModel
 
-    target = get_producer(producer)
+    target = get_writer(producer)
     if not isinstance(model, PreTrainedModel):
         raise TypeError(
-            f"save_pretrained takes a transformers model; got {type(model).__name__}. For another module, save what "
-            "flatten_state_dict makes of its state_dict"
+            f"save_pretrained takes a transformers model; got {type(model).__name__}. For another module, call "
+            "save_state with its state_dict()"
         )
-    own = target.name == "mxquant"
     state, tied = _untied(model)
-    origin = vars(model).get(ORIGIN)
-    came_from_there = origin is not None and origin.producer == producer
-    names = state if own else _names_in_files(model, state, target, came_from_there)
-    encoded = encode(names, target, origin, {name: first for name, first in tied.items() if first in names})
-    if own:
-        encoded.documents["config.json"] = _own_config(model)
+    provenance = vars(model).get(PROVENANCE)
+    from_same_producer = provenance is not None and provenance.producer == producer
+    state = _names_in_files(model, state, target, from_same_producer)
+    encoded = encode_state(state, target, provenance, {name: first for name, first in tied.items() if first in state})
+    if isinstance(target, Native):
+        encoded.documents[CONFIG] = _native_config(model)
     with replacing(path) as folder:
-        _write(model, names, encoded, folder, own, max_shard_bytes)
+        config = _model_config(model, folder)
+        if model.can_generate():
+            model.generation_config.save_pretrained(folder)
+        write_encoded(folder, encoded, config, max_shard_bytes, progress=_progress)
 
 
-def _write(
-    model: Any, state: dict[str, Tensor], encoded: Encoded, folder: Path, own: bool, max_shard_bytes: int
-) -> None:
+def _progress(names: Iterable[str]) -> Iterable[str]:
     from tqdm.auto import tqdm
 
-    writer = ShardWriter(folder, max_shard_bytes)
-    for name, tensors in tqdm(encoded.tensors.items(), desc="writing", unit="tensor", delay=1, leave=False):
-        weight = state.get(name)
-        writer.add(tensors, described(name, weight) if own and isinstance(weight, MXTensor) else None)
-    documents = dict(encoded.documents)
-    quantization = documents.pop("config.json")
-    documents["config.json"] = _model_config(model, folder) | {"quantization_config": quantization}
-    if model.can_generate():
-        model.generation_config.save_pretrained(folder)
-    writer.finish(documents)
+    return tqdm(names, desc="writing", unit="tensor", delay=1, leave=False)
 
 
 def _names_in_files(
-    model: Any, state: dict[str, Tensor], producer: Producer, came_from_there: bool
+    model: Any, state: dict[str, Tensor], producer: Producer, from_same_producer: bool
 ) -> dict[str, Tensor]:
-    """Merged experts taken apart, by the names that the model's own checkpoint of that producer had, else by those that
-    its tools look for.
+    """The state dict under the names of the files, with merged experts taken apart where the files have them so.
+
+    Names are those that the model's own checkpoint had if it was the same producer's, else `Producer.weight_names`.
     """
     from mxquant.integrations import conversion
 
-    if came_from_there:
+    if producer.weight_names == "parameter":
+        return state
+    if from_same_producer:
         return conversion.as_loaded(model, state)
-    return conversion.by_modules(model, state) if producer.by_modules else conversion.by_family(model, state)
+    return conversion.split_experts(model, state, producer.weight_names)
 
 
 def _untied(model: Any) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """The state dict without the names that tied weights have beside their first, and these, each with its first."""
+    """The state dict without tied names, and those names, each with the name of the tensor that is kept.
+
+    Only names that transformers ties when it loads the model are left out.
+    """
     state = whole_state(model)
     known = dict(getattr(model, "all_tied_weights_keys", None) or {})
-    tied = {
-        name: first
-        for name, first in known.items()
-        if name in state and first in state and _place(state[name]) == _place(state[first])
-    }
+    firsts = {name: name for name in state} | tied_names(state)
+    tied = {name: first for name, first in known.items() if name in state and firsts[name] == firsts.get(first)}
     return {name: tensor for name, tensor in state.items() if name not in tied}, tied
 
 
-def _place(tensor: Tensor) -> tuple[Any, ...]:
-    inner = tensor.qdata if isinstance(tensor, MXTensor) else tensor
-    return type(tensor), inner.device, inner.data_ptr(), tuple(tensor.shape)
-
-
-def _own_config(model: Any) -> dict[str, Any]:
+def _native_config(model: Any) -> dict[str, Any]:
     from mxquant.integrations.quantizer import MXQuantConfig
 
     config = getattr(model.config, "quantization_config", None)
@@ -125,7 +117,7 @@ def _own_config(model: Any) -> dict[str, Any]:
 
 
 def _model_config(model: Any, folder: Path) -> dict[str, Any]:
-    """What transformers would write of the model's config, without its quantization."""
+    """The model's config as transformers writes it, without its quantization."""
     config = copy.deepcopy(model.config)
     for holder in (config, config.get_text_config()):
         with contextlib.suppress(AttributeError):
@@ -133,4 +125,4 @@ def _model_config(model: Any, folder: Path) -> dict[str, Any]:
     config.architectures = [type(model).__name__]
     config.dtype = str(model.dtype).removeprefix("torch.")
     config.save_pretrained(folder)
-    return json_of(folder / "config.json") or {}
+    return json_of(folder / CONFIG) or {}

@@ -1,7 +1,7 @@
-"""Quantize a checkpoint from disk to disk, one parameter at a time, for a model that need not fit into memory.
+"""Quantize a checkpoint from disk to disk, one parameter at a time, for models that do not fit into memory.
 
-The model's class is asked on the meta device which tensors are weights of linear layers and experts; no value is held
-but those of the parameter at hand and of the shard that is being written.
+The model on the meta device tells which tensors are weights of linear layers and experts. Memory holds one parameter
+and the shard that is being written.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from mxquant.checkpoints.compressed_tensors import with_divisor
-from mxquant.checkpoints.files import json_of
+from mxquant.checkpoints.files import CONFIG
+from mxquant.checkpoints.known_producers import get_writer
 from mxquant.checkpoints.load import Content, read_content
+from mxquant.checkpoints.native import Native
 from mxquant.checkpoints.producer import Producer, module_of
-from mxquant.checkpoints.registry import get_producer
-from mxquant.checkpoints.write import MAX_SHARD_BYTES, ShardWriter, described, replacing
+from mxquant.checkpoints.write import MAX_SHARD_BYTES, ShardWriter, replacing
 from mxquant.integrations.extra import needing_transformers
 from mxquant.integrations.parameters import read_parameter
 from mxquant.modules.quantize_target import Target, stand_in_for
@@ -34,7 +34,7 @@ class Quantized:
     weights: int
     """Quantized parameters of the model; a stack of experts is one."""
     skipped: dict[str, str]
-    """Parameters of two or more dimensions that were left as they are, and why."""
+    """Unquantized parameters of two or more dimensions, each with the reason."""
     nbytes_before: int
     nbytes: int
 
@@ -50,29 +50,29 @@ def quantize_checkpoint(
 ) -> Quantized:
     """Quantize an unquantized transformers checkpoint into another folder.
 
-    The bytes are those of `MXQuantConfig(config)` on the loaded model, but that NVFP4 for compressed-tensors, which
-    stores divisors, has the nearest per-tensor scales that are reciprocals. The folder appears when it is complete,
-    with the files beside the weights (tokenizer, generation config) copied.
+    The bytes are those of `MXQuantConfig(config)` on the loaded model, adjusted by the producer where its files could
+    not hold them exactly (`Producer.prepare`). The folder appears when it is complete, with copies of the files beside
+    the weights, such as the tokenizer and the generation config.
 
     Args:
-        config: what `quantize_` takes.
-        producer: whose files are written; see `save_pretrained`.
-        max_shard_bytes: the most that one file holds; None: half of the source's largest, so that what waits to be
-            written takes less memory than that.
+        config: as for `quantize_`.
+        producer: whose files to write; see `save_pretrained`.
+        max_shard_bytes: the most bytes of tensors in a file; None: half of the source's largest file, which bounds the
+            memory that waits to be written.
         progress: wraps the names of parameters that are gone through, as tqdm does.
 
     Raises:
         FileNotFoundError: there is no checkpoint or no config.json.
-        ValueError: it is quantized already, damaged, or the config does not fit or needs calibration; the destination
-            is the source.
-        NotImplementedError: the producer's files cannot hold what the config asks for; found before anything is read.
+        ValueError: the checkpoint is quantized already or damaged, the config does not fit or needs calibration, or the
+            destination is the source.
+        NotImplementedError: the producer's files cannot hold what the config asks for. Nothing has been read then.
         ImportError: transformers is not installed.
     """
     with needing_transformers():
         from mxquant.integrations import conversion
         from mxquant.integrations.quantizer import MXQuantConfig, select_for_loading
 
-    target = get_producer(producer)
+    target = get_writer(producer)
     content = read_content(source)
     if content.producer is not None:
         raise ValueError(
@@ -82,9 +82,9 @@ def quantize_checkpoint(
         raise FileNotFoundError(f"{source} has no config.json, which says what the model's layers are")
     if Path(source).resolve() == Path(destination).resolve():
         raise ValueError(f"{destination} is the source; name another folder")
-    model = conversion.skeleton(conversion.plain_config(content))
-    sources = conversion.sources_of(model, content.names)
-    conversion.check_shapes(model, content, sources)
+    skeleton = conversion.skeleton_of(content)
+    conversion.check_shapes(skeleton, content)
+    _, model, sources = skeleton
     options = MXQuantConfig(config)
     selection = select_for_loading(model, options)
     targets = {site.name: wanted for wanted in selection.targets for site in wanted.sites}
@@ -92,7 +92,7 @@ def quantize_checkpoint(
     task.check()
     limit = max_shard_bytes or max(1, min(MAX_SHARD_BYTES, _largest_file(content) // 2))
     with replacing(destination) as folder:
-        writer = ShardWriter(folder, limit)
+        writer = ShardWriter(folder, target, limit)
         for name in progress(list(sources)):
             task.write(name, writer)
         _finish(task, writer, folder, options.to_dict())
@@ -101,7 +101,7 @@ def quantize_checkpoint(
 
 
 class _Task:
-    """One checkpoint on its way to another."""
+    """The quantization of one checkpoint."""
 
     def __init__(
         self,
@@ -113,13 +113,13 @@ class _Task:
     ) -> None:
         self.content, self.model, self.sources, self.targets = content, model, sources, targets
         self.producer = producer
-        self.is_own = producer.name == "mxquant"
         self.done: dict[str, MXTensor] = {}
-        """Stand-ins of the quantized weights as they are named in the files."""
+        """The quantized weights by their names in the files, as stand-ins without memory."""
         self.ordinary: list[str] = []
+        """Modules whose weights are unquantized matrices."""
 
     def check(self) -> None:
-        """Refuse what the producer's files cannot hold, with stand-ins that take no memory."""
+        """Refuse what the producer's files cannot hold, by stand-ins without memory."""
         for name in self.sources:
             if name in self.targets:
                 for file_name, weight in self._named(name, self._stand_in(name)).items():
@@ -141,14 +141,12 @@ class _Task:
         stand_ins = self._named(name, self._stand_in(name))
         for file_name, part in self._named(name, weight.canonical()).items():
             assert isinstance(part, MXTensor)
-            if self.producer.name == "compressed-tensors":
-                part = with_divisor(part)
-            encoded = self.producer.encode(file_name, part, {})
-            writer.add(encoded, described(file_name, part) if self.is_own else None)
+            part = self.producer.prepare(part)
+            writer.add(self.producer.encode(file_name, part, {}), {file_name: part})
             self.done[file_name] = stand_ins[file_name]  # type: ignore[assignment]
 
     def all_ordinary(self) -> list[str]:
-        """The modules whose matrices are left as they are, those that are tied to another one's included."""
+        """Modules whose weights are unquantized matrices, tied ones included."""
         tied = dict(getattr(self.model, "all_tied_weights_keys", None) or {})
         absent = [
             module_of(name) for name, first in tied.items() if name not in self.sources and first not in self.targets
@@ -156,15 +154,15 @@ class _Task:
         return [*self.ordinary, *absent]
 
     def _named(self, name: str, value: Tensor) -> dict[str, Tensor]:
-        """A parameter under the names of the files that are written: merged experts are taken apart for others."""
+        """A parameter under its names in the files that are written, with experts split where the files split them."""
         from mxquant.integrations import conversion
 
-        source = self.sources[name]
-        if self.is_own:
+        source, names = self.sources[name], self.producer.weight_names
+        if names == "parameter":
             return {name: value}
-        if self.producer.by_modules:
-            return conversion.by_modules(self.model, {name: value})
-        return {source.names[0]: value} if source.converter is None else conversion.by_family(self.model, {name: value})
+        if names == "family" and source.converter is None:
+            return {source.names[0]: value}
+        return conversion.split_experts(self.model, {name: value}, names)
 
     def _stand_in(self, name: str) -> MXTensor:
         return stand_in_for(self.targets[name], self.content.dtype)
@@ -176,13 +174,11 @@ def _largest_file(content: Content) -> int:
 
 
 def _finish(task: _Task, writer: ShardWriter, folder: Path, options: dict[str, Any]) -> None:
-    origin = task.content.checkpoint.path
-    for file in origin.iterdir():
+    checkpoint = task.content.checkpoint
+    for file in checkpoint.path.iterdir():
         is_weights = file.name.endswith((".safetensors", ".index.json", ".bin", ".pt", ".pth", ".gguf"))
-        if file.is_file() and not is_weights and file.name != "config.json":
+        if file.is_file() and not is_weights and file.name != CONFIG:
             shutil.copyfile(file, folder / file.name)
-    documents = {"config.json": options} if task.is_own else task.producer.config(task.done, task.all_ordinary())
-    quantization = documents.pop("config.json")
-    config = json_of(origin / "config.json") or {}
-    documents["config.json"] = config | {"quantization_config": quantization}
-    writer.finish(documents)
+    is_native = isinstance(task.producer, Native)
+    documents = {CONFIG: options} if is_native else task.producer.config(task.done, task.all_ordinary())
+    writer.finish(documents, checkpoint.config)

@@ -41,12 +41,9 @@ def flatten_state_dict(state_dict: Mapping[str, Tensor]) -> tuple[dict[str, Tens
         raise TypeError(f"flatten_state_dict takes a state dict, names to tensors; got {type(state_dict).__name__}")
     tensors: dict[str, Tensor] = {}
     described: dict[str, Any] = {}
-    first_names: dict[Any, str] = {}
-    aliases: dict[str, str] = {}
+    aliases = tied_names(state_dict)
     for name, tensor in state_dict.items():
-        first = first_names.setdefault(_place(tensor) or name, name)
-        if first != name:
-            aliases[name] = first
+        if name in aliases:
             continue
         if isinstance(tensor, MXTensor):
             canonical = tensor.canonical()
@@ -60,6 +57,13 @@ def flatten_state_dict(state_dict: Mapping[str, Tensor]) -> tuple[dict[str, Tens
             tensors[part] = inner.contiguous() if isinstance(tensor, MXTensor) else inner
     content = {"version": VERSION, "tensors": described, "aliases": aliases}
     return tensors, {METADATA_KEY: json.dumps(content, sort_keys=True)}
+
+
+def tied_names(state_dict: Mapping[str, Tensor]) -> dict[str, str]:
+    """The names of tied tensors, each with the first name in the state dict of the same tensor."""
+    first_names: dict[Any, str] = {}
+    firsts = {name: first_names.setdefault(_place(tensor) or name, name) for name, tensor in state_dict.items()}
+    return {name: first for name, first in firsts.items() if first != name}
 
 
 def _place(tensor: Tensor) -> tuple[Any, ...] | None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from mxquant.checkpoints import atomic_replace as exchanging
+from mxquant.checkpoints import atomic_replace as atomic_module
 from mxquant.checkpoints.files import INDEX, WEIGHTS
 from mxquant.checkpoints.write import replacing
 
@@ -32,14 +32,14 @@ def names(folder: Path) -> list[str]:
 
 @pytest.fixture
 def without_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exchanging, "exchange", lambda first, second: False)
+    monkeypatch.setattr(atomic_module, "rename_exchange", lambda first, second: False)
 
 
 def test_one_step_replaces_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No moment without a folder: nothing is renamed away."""
     for name in ("a", "b"):
         saved(tmp_path / name)
-    if not exchanging.exchange(tmp_path / "a", tmp_path / "b"):
+    if not atomic_module.rename_exchange(tmp_path / "a", tmp_path / "b"):
         pytest.skip("this file system exchanges no folders")
 
     def renamed(*arguments: Any) -> None:
@@ -79,7 +79,7 @@ def test_an_interrupt_between_the_two_steps(
 @pytest.mark.parametrize("has_new", [False, True])
 def test_what_a_killed_process_left_is_put_right(has_new: bool, tmp_path: Path) -> None:
     target = saved(tmp_path / "a")
-    target.rename(exchanging._waiting(target))
+    target.rename(atomic_module._waiting(target))
     if has_new:
         saved(target)
     with pytest.raises(RuntimeError), replacing(target):
@@ -127,7 +127,7 @@ def test_finished_work_is_kept_when_its_place_is_busy(tmp_path: Path, monkeypatc
         raise OSError(errno.EBUSY, "Device or resource busy")
 
     target = saved(tmp_path / "a")
-    monkeypatch.setattr(exchanging, "exchange", busy)
+    monkeypatch.setattr(atomic_module, "rename_exchange", busy)
     with pytest.raises(OSError, match=r"busy\); the new checkpoint is complete in") as caught:
         save(target)
     (left,) = (entry for entry in tmp_path.iterdir() if entry != target)

@@ -7,7 +7,6 @@ import torch
 
 from mxquant import MXTensor, quantize
 from mxquant.checkpoints import get_producer
-from mxquant.checkpoints.compressed_tensors import with_divisor
 
 EXACT = torch.tensor(0.0625)
 # 2 - 2^-23: its reciprocal lies midway between two fp32 numbers, whose own reciprocals are 2 and 2 - 2^-22.
@@ -51,7 +50,7 @@ def test_the_nearest_scale_that_has_a_divisor() -> None:
         before = MXTensor.from_qdata(
             torch.zeros(1, 8, dtype=torch.uint8), torch.ones(1, 1, dtype=torch.uint8), "nvfp4", per_tensor_scale=scale
         )
-        after = with_divisor(before)
+        after = PRODUCER.prepare(before)
         assert torch.equal(after.qdata, before.qdata)
         given = after.per_tensor_scale
         assert given in (scale, scale.nextafter(torch.tensor(0.0)), scale.nextafter(torch.tensor(9.0)))

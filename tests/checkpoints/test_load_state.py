@@ -13,6 +13,8 @@ from safetensors.torch import save_file
 from checkpoints.recorded import NAMES, SCHEMES, folder, producer_of, tensors
 from mxquant import MXTensor, flatten_state_dict, load_state, quantize
 from mxquant.checkpoints import read_content
+from mxquant.checkpoints.files import Reader
+from mxquant.checkpoints.weight_spec import unswizzle
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -47,7 +49,7 @@ def test_ordinary_tensors_are_untouched_and_nothing_is_lost(name: str) -> None:
     content = read_content(folder(name))
     assert content.producer is not None
     assert content.producer.name == producer_of(name)
-    used = {part for stored in content.quantized.values() for part in stored.parts}
+    used = {part for spec in content.quantized.values() for part in spec.tensor_names}
     assert used | set(content.ordinary) == set(written)
     for key in set(written) - used:
         assert torch.equal(state[key], written[key])
@@ -58,14 +60,12 @@ def test_ordinary_tensors_are_untouched_and_nothing_is_lost(name: str) -> None:
 def test_bytes_are_views_of_the_file(name: str) -> None:
     """Reading copies nothing: two reads are of the same memory."""
     content = read_content(folder(name))
-    from mxquant.checkpoints.files import Reader
-
     reader = Reader(content.checkpoint)
-    for stored in content.quantized.values():
-        weight = content.read(stored.name, reader)
+    for spec in content.quantized.values():
+        weight = content.read(spec.name, reader)
         assert isinstance(weight, MXTensor)
-        assert weight.qdata.data_ptr() == reader.read(stored.qdata).data_ptr()
-        assert weight.scale.data_ptr() == reader.read(stored.scale).data_ptr()
+        assert weight.qdata.data_ptr() == reader.read(spec.qdata).data_ptr()
+        assert weight.scale.data_ptr() == reader.read(spec.scale).data_ptr()
 
 
 def test_static_scales_are_multipliers_whichever_way_they_are_stored() -> None:
@@ -149,8 +149,6 @@ def test_torchao_tensors_are_unswizzled_and_packed(tmp_path: Path) -> None:
 @pytest.mark.parametrize("columns", [1, 3, 4, 5])
 def test_unswizzling_undoes_torchaos_swizzle(rows: int, columns: int) -> None:
     to_blocked = pytest.importorskip("torchao.prototype.mx_formats.utils").to_blocked
-    from mxquant.checkpoints.weight_spec import unswizzle
-
     scale = torch.randint(0, 256, (rows, columns), dtype=torch.uint8)
     assert torch.equal(unswizzle(to_blocked(scale), (rows, columns)), scale)
 

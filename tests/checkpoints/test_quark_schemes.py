@@ -15,7 +15,8 @@ from torch import Tensor
 
 from mxquant import MXTensor, load_state, quantize
 from mxquant.checkpoints import get_producer
-from mxquant.checkpoints.quark_schemes import Scheme, read_scheme, write_scheme
+from mxquant.checkpoints.quark_schemes import read_scheme, write_scheme
+from mxquant.scheme import Scheme
 
 COMMON = {
     "block_size": None,
@@ -61,11 +62,13 @@ def layer(weight: Any, inputs: Any) -> dict[str, Any]:
     return {"weight": weight, "input_tensors": inputs, "output_tensors": None, "bias": None, "target_device": None}
 
 
+MXFP4_FP8 = Scheme("mxfp4", "fp8_e4m3", static_activation_scale=True)
+NVFP4_NVFP4 = Scheme("nvfp4", "nvfp4", static_activation_scale=True)
 SCHEMES = {
-    Scheme("mxfp4", "fp8_e4m3"): layer(MXFP4, FP8),
-    Scheme("nvfp4", "nvfp4", "even"): layer(NVFP4, NVFP4_INPUT),
+    MXFP4_FP8: layer(MXFP4, FP8),
+    NVFP4_NVFP4: layer(NVFP4, NVFP4_INPUT),
     Scheme("nvfp4"): layer(NVFP4, None),
-    Scheme("mxfp4", "mxfp4", "even"): layer(MXFP4, MXFP4 | {"is_dynamic": True}),
+    Scheme("mxfp4", "mxfp4", activation_scale_mode="even"): layer(MXFP4, MXFP4 | {"is_dynamic": True}),
 }
 
 
@@ -115,7 +118,7 @@ def test_a_bf16_scale_of_fp8_activations(tmp_path: Path) -> None:
     weight = quantize(torch.randn(4, 64, dtype=torch.bfloat16), "mxfp4")
     static = torch.tensor(0.0073, dtype=torch.bfloat16)
     tensors = {"proj.weight": weight.qdata, "proj.weight_scale": weight.scale, "proj.input_scale": static}
-    write(tmp_path, tensors, Scheme("mxfp4", "fp8_e4m3"))
+    write(tmp_path, tensors, MXFP4_FP8)
     read = load_state(tmp_path)["proj.weight"]
     assert isinstance(read, MXTensor)
     assert read.activation == "fp8_e4m3"
@@ -142,11 +145,11 @@ def test_nvfp4_with_its_static_scale(tmp_path: Path) -> None:
         "proj.weight_scale_2": (torch.float32, ()),
         "proj.input_scale_2": (torch.float32, ()),
     }
-    write(tmp_path, encoded, Scheme("nvfp4", "nvfp4", "even"))
+    write(tmp_path, encoded, NVFP4_NVFP4)
     read = load_state(tmp_path)["proj.weight"]
     assert torch.equal(read.dequantize(), weight.dequantize())
     assert torch.equal(read.activation_scale, weight.activation_scale)
     del encoded["proj.input_scale_2"]
-    write(tmp_path, encoded, Scheme("nvfp4", "nvfp4", "even"))
+    write(tmp_path, encoded, NVFP4_NVFP4)
     with pytest.raises(ValueError, match="input_scale_2' is missing"):
         load_state(tmp_path)

@@ -240,7 +240,7 @@ def test_a_partial_block_is_refused(tmp_path: Path) -> None:
 def test_wrong_arguments_are_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="'gguf'"):
         save_pretrained(small_llama(), tmp_path / "saved", "gguf")
-    with pytest.raises(ValueError, match="nothing in the model is quantized"):
+    with pytest.raises(ValueError, match="none of the tensors is quantized"):
         save_pretrained(small_llama(), tmp_path / "saved")
     with pytest.raises(TypeError, match="transformers model; got Linear"):
         save_pretrained(torch.nn.Linear(2, 2), tmp_path / "saved")  # type: ignore[arg-type]

@@ -1,0 +1,85 @@
+"""`save_state`: a dict of tensors as the checkpoint of any producer that mxquant writes, without transformers."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from mxquant.checkpoints.encode import encode_state
+from mxquant.checkpoints.known_producers import get_writer
+from mxquant.checkpoints.load import Content, read_content
+from mxquant.checkpoints.provenance import Provenance
+from mxquant.checkpoints.write import MAX_SHARD_BYTES, replacing, write_encoded
+from mxquant.tensor.state import tied_names
+
+
+def save_state(
+    state: Mapping[str, Tensor],
+    path: str | os.PathLike[str],
+    producer: str = "mxquant",
+    *,
+    source: str | os.PathLike[str] | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+) -> None:
+    """Write a dict of tensors as a checkpoint, the counterpart of `load_state`.
+
+    Codes and scales are copied, never requantized. Everything is validated first, and the folder appears when it is
+    complete: a save that fails or is interrupted leaves what was there before. mxquant's own files store tied tensors
+    once; other producers' files have each under its name.
+
+    Args:
+        state: tensors by the names that the files give them; quantized ones are MXTensors.
+        path: the folder. An existing one is replaced, except for files that are not weights.
+        producer: whose files to write: a name in `mxquant.checkpoints.PRODUCERS`.
+        source: the checkpoint that `load_state` read the tensors from. Its config.json is written again; and if it is
+            of the same producer, so is what the tensors do not tell of unchanged weights: scales as they were stored,
+            scales of a KV cache, the quantization config. Then the same tensors give the same bytes.
+        max_shard_bytes: the most bytes of tensors in a file.
+
+    Raises:
+        TypeError: `state` is not a mapping of names to tensors.
+        ValueError: an unknown producer, nothing in `state` is quantized, a tensor has no values (device "meta"), a name
+            stands for two of the file's tensors, or `source` is damaged.
+        NotImplementedError: the producer's files are only read, or cannot hold a weight; the message says what would be
+            lost.
+        FileExistsError: `path` is a file, or a folder that cannot be replaced.
+        FileNotFoundError: there is no checkpoint in `source`.
+    """
+    target = get_writer(producer)
+    _check_state(state)
+    aliases = tied_names(state)
+    if not target.stores_aliases:
+        state = {name: tensor.clone() if name in aliases else tensor for name, tensor in state.items()}
+        aliases = {}
+    content = None if source is None else read_content(source)
+    provenance = None if content is None or content.producer is None else Provenance.of(content)
+    stored = {name: tensor.detach() for name, tensor in state.items() if name not in aliases}
+    encoded = encode_state(stored, target, provenance, aliases)
+    with replacing(path) as folder:
+        write_encoded(folder, encoded, _model_config(content), max_shard_bytes, aliases=aliases)
+        read_content(folder)  # what `load_state` would refuse does not replace anything
+
+
+def _check_state(state: Any) -> None:
+    if not isinstance(state, Mapping):
+        raise TypeError(
+            f"save_state takes a dict of tensors; got {type(state).__name__}. Give a module's state_dict(), or save a "
+            "transformers model by save_pretrained"
+        )
+    for name, tensor in state.items():
+        if not isinstance(name, str) or not isinstance(tensor, Tensor):
+            raise TypeError(f"save_state takes a dict of tensors by their names; got {name!r}: {type(tensor).__name__}")
+        if tensor.is_meta:
+            raise ValueError(f"{name!r} is on device 'meta' and has no values to save; load it first")
+
+
+def _model_config(content: Content | None) -> dict[str, Any]:
+    """The source's config.json without its quantization configs."""
+    config = {} if content is None else dict(content.checkpoint.config)
+    config.pop("quantization_config", None)
+    if isinstance(inner := config.get("text_config"), dict):
+        config["text_config"] = {key: value for key, value in inner.items() if key != "quantization_config"}
+    return config
