@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
-from mxquant import MXFP4Config, MXFP8Config, NVFP4Config, quantize
+from mxquant import MXFP4Config, MXFP8Config, NVFP4Config, quantize, register_backend
+from mxquant.backends import DGRAD, FORWARD, Backend, Operand, Problem, unregister_backend
 from mxquant.formats import ACTIVATION_FORMATS, WEIGHT_FORMATS, get_format
 from mxquant.scheme import Scheme
 from mxquant.tensor import describe
@@ -101,9 +103,28 @@ def test_the_saved_json_keeps_its_bytes() -> None:
     assert metadata == weight.metadata.with_scheme(static_activation_scale=False)
 
 
-def test_a_product_across_the_blocks_needs_the_weights_format_alone() -> None:
-    weight = quantize(torch.randn(8, 64), "mxfp4", rotation=32).with_activation("mxfp4")
-    assert describe(weight, contraction="unblocked").scheme == Scheme("mxfp4")
+def test_a_backend_gets_the_weights_format_alone_in_dgrad() -> None:
+    problems: list[Problem] = []
+
+    @register_backend
+    class Listening(Backend):
+        name = "listening"
+
+        def reject(self, problem: Problem) -> str | None:
+            return None
+
+        def matmul(self, x: Tensor, weight: Operand, bias: Tensor | None, problem: Problem) -> Tensor:
+            problems.append(problem)
+            return x.new_zeros(x.shape[0], problem.width)
+
+    try:
+        weight = quantize(torch.randn(8, 64), "mxfp4", rotation=32).with_activation("mxfp4")
+        assert (torch.randn(3, 64) @ weight.t()).shape == (3, 8)
+        assert (torch.randn(3, 8) @ weight).shape == (3, 64)
+    finally:
+        unregister_backend("listening")
+    assert [problem.contraction for problem in problems] == ["blocked", "unblocked"] == [FORWARD, DGRAD]
+    assert [problem.scheme for problem in problems] == [weight.metadata.scheme, Scheme("mxfp4")]
 
 
 def test_a_problem_tells_the_fields_of_its_scheme() -> None:

@@ -16,25 +16,18 @@ from mxquant.tensor.metadata import Metadata
 from mxquant.tensor.mxtensor import EmulatedMXTensor, MXTensor, block_format
 
 
-def describe(
-    weight: MXTensor,
-    dtype: torch.dtype | None = None,
-    *,
-    contraction: str = FORWARD,
-    device: torch.device | None = None,
-) -> Problem:
-    """The problem of a matmul with `weight`, a matrix or a stack of experts.
+def describe(weight: MXTensor, dtype: torch.dtype | None = None, *, device: torch.device | None = None) -> Problem:
+    """The problem of the forward with `weight`, a matrix or a stack of experts.
 
     Args:
         dtype: of the other operand; None: the weight's own.
-        contraction: `FORWARD` or `DGRAD`.
         device: where the matmul would run, with the weight packed for the backend there; None: the weight's device.
     """
     metadata, shape, here = weight.metadata, weight.shape, weight.qdata.device
     if device is not None and device != here:
         metadata = dataclasses.replace(metadata, layout=ANY_LAYOUT)
     experts = int(shape[0]) if len(shape) == 3 else 0
-    return problem_of(metadata, shape, device or here, dtype or metadata.dtype, contraction, experts)
+    return problem_of(metadata, shape, device or here, dtype or metadata.dtype, FORWARD, experts)
 
 
 def problem_of(
@@ -43,6 +36,7 @@ def problem_of(
     """The problem of a weight of that metadata and logical shape. Equal problems are one object.
 
     Args:
+        contraction: `FORWARD` or `DGRAD`.
         experts: matrices of a grouped matmul; 0 for a matmul with one matrix at a time.
     """
     # Sizes may be symbolic while a graph is traced. The choice of a backend specializes on them.

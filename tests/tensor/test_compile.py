@@ -11,7 +11,9 @@ from matmul_reference import quantized, quantized_linear
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from mxquant import quantize
+from mxquant import MXTensor, quantize
+from mxquant.backends import Groups
+from mxquant.tensor import grouped_product
 
 PAIRS = [("mxfp4", None), ("mxfp4", "mxfp4"), ("nvfp4", "nvfp4"), ("mxfp6_e2m3", "fp8_e4m3")]
 
@@ -222,6 +224,27 @@ def test_grouped_mm_compiles_to_the_same_bits() -> None:
 
     compiled = torch.compile(experts, fullgraph=True, backend="aot_eager")
     assert torch.equal(compiled(x, weight, offs), experts(x, weight, offs))
+
+
+def test_static_activation_scales_and_rotation_compile_to_the_same_bits() -> None:
+    """The operator is told of them by its tensors and its text, not by an MXTensor."""
+    x, offsets = torch.randn(5, 64), torch.tensor([2, 5], dtype=torch.int32)
+    weight = quantize(torch.randn(8, 64), "nvfp4", rotation=16).with_activation("nvfp4", scale=torch.tensor(0.003))
+    scales = torch.tensor([0.01, 0.02])
+    experts = quantize(torch.randn(2, 8, 64), "mxfp4").with_activation("fp8_e4m3", scale=scales)
+
+    def products(x: Tensor, weight: MXTensor, experts: MXTensor) -> list[Tensor]:
+        y = F.linear(x, weight)
+        batch = torch.bmm(x.expand(2, 5, 64), experts.transpose(-2, -1))
+        return [y, y @ weight, batch, grouped_product(x, experts, -1, Groups(offsets))]
+
+    with torch.no_grad():
+        compiled = torch.compile(products, fullgraph=True, backend="aot_eager")(x, weight, experts)
+        eager = products(x, weight, experts)
+        dynamic = products(x, weight.with_activation("nvfp4"), experts.with_activation("fp8_e4m3"))
+    for one, same, other in zip(compiled, eager, dynamic, strict=True):
+        assert torch.equal(one, same)
+        assert not torch.equal(one, other)
 
 
 def test_compiled_under_autocast() -> None:
