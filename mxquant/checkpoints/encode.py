@@ -60,7 +60,7 @@ def encode_state(
             tensors[name] = {name: tensor if known is None else _in_stored_dtype(tensor, known.dtypes.get(name))}
     documents = producer.config(weights, _ordinary_matrices(state, tied))
     if known is not None:
-        tensors |= {name: {name: tensor} for name, tensor in known.ignored.items()}
+        tensors |= {name: {name: tensor} for name, tensor in known.ignored.items() if name not in state}
         if known.schemes == {name: weight.metadata.scheme for name, weight in weights.items()}:
             documents = known.documents or documents
     return Encoded(producer, weights, tensors, documents)

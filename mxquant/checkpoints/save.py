@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from mxquant.checkpoints.encode import encode_state
@@ -41,8 +42,8 @@ def save_state(
 
     Raises:
         TypeError: `state` is not a mapping of names to tensors.
-        ValueError: an unknown producer, nothing in `state` is quantized, a tensor has no values (device "meta"), a name
-            stands for two of the file's tensors, or `source` is damaged.
+        ValueError: an unknown producer, nothing in `state` is quantized, a tensor is sparse or on device "meta", two tensors
+            would have one name in the files, or `source` is damaged.
         NotImplementedError: the producer's files are only read, or cannot hold a weight; the message says what would be
             lost.
         FileExistsError: `path` is a file, or a folder that cannot be replaced.
@@ -50,10 +51,7 @@ def save_state(
     """
     target = get_writer(producer)
     _check_state(state)
-    aliases = tied_names(state)
-    if not target.stores_aliases:
-        state = {name: tensor.clone() if name in aliases else tensor for name, tensor in state.items()}
-        aliases = {}
+    aliases = tied_names(state) if target.stores_aliases else {}
     content = None if source is None else read_content(source)
     provenance = None if content is None or content.producer is None else Provenance.of(content)
     stored = {name: tensor.detach() for name, tensor in state.items() if name not in aliases}
@@ -74,6 +72,10 @@ def _check_state(state: Any) -> None:
             raise TypeError(f"save_state takes a dict of tensors by their names; got {name!r}: {type(tensor).__name__}")
         if tensor.is_meta:
             raise ValueError(f"{name!r} is on device 'meta' and has no values to save; load it first")
+        if tensor.layout != torch.strided:
+            raise ValueError(
+                f"{name!r} is of layout {tensor.layout}, which safetensors does not hold; call .to_dense()"
+            )
 
 
 def _model_config(content: Content | None) -> dict[str, Any]:

@@ -192,9 +192,8 @@ class ShardWriter:
         if not self._pending and self._shards:
             return
         metadata = {"format": "pt"} | self._producer.header(self._weights, self._aliases)
-        contiguous = {name: _storable(tensor) for name, tensor in self._pending.items()}
         file = self._part(len(self._shards))
-        save_file(contiguous, file, metadata)
+        save_file(_storable(self._pending), file, metadata)
         file.chmod(0o666 & ~_umask())  # safetensors lets only the owner read it
         self._shards.append(list(self._pending))
         self._pending, self._weights, self._aliases, self._pending_bytes = {}, {}, {}, 0
@@ -230,8 +229,15 @@ def _write_json(file: Path, content: Mapping[str, Any]) -> None:
     file.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
-def _storable(tensor: Tensor) -> Tensor:
-    """The tensor on the CPU, contiguous and in a storage of its own size, as safetensors needs it."""
-    tensor = tensor.detach().to("cpu")
-    whole = tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes
-    return tensor if whole else tensor.clone(memory_format=torch.contiguous_format)
+def _storable(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors on the CPU, contiguous, each in a storage of its own and of its size, as safetensors needs them."""
+    storable: dict[str, Tensor] = {}
+    used: set[int] = set()
+    for name, tensor in tensors.items():
+        tensor = tensor.detach().to("cpu")
+        storage = tensor.untyped_storage()
+        is_alone = storage.nbytes() == tensor.nbytes and (not tensor.nbytes or storage.data_ptr() not in used)
+        used.add(storage.data_ptr())
+        whole = tensor.is_contiguous() and is_alone
+        storable[name] = tensor if whole else tensor.clone(memory_format=torch.contiguous_format)
+    return storable

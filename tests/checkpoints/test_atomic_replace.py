@@ -35,7 +35,7 @@ def without_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(atomic_module, "rename_exchange", lambda first, second: False)
 
 
-def test_one_step_replaces_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rename_exchange_replaces_a_folder_in_one_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No moment without a folder: nothing is renamed away."""
     for name in ("a", "b"):
         saved(tmp_path / name)
@@ -51,13 +51,13 @@ def test_one_step_replaces_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert names(tmp_path) == ["a", "b"]
 
 
-def test_two_steps_where_there_is_no_exchange(tmp_path: Path, without_exchange: None) -> None:
+def test_two_renames_replace_a_folder_without_rename_exchange(tmp_path: Path, without_exchange: None) -> None:
     save(saved(tmp_path / "a"))
     assert (tmp_path / "a" / WEIGHTS).read_text() == "new"
     assert names(tmp_path) == ["a"]
 
 
-def test_an_interrupt_between_the_two_steps(
+def test_interrupt_between_two_renames_keeps_the_old_folder(
     tmp_path: Path, without_exchange: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rename, calls = os.rename, []
@@ -77,7 +77,7 @@ def test_an_interrupt_between_the_two_steps(
 
 
 @pytest.mark.parametrize("has_new", [False, True])
-def test_what_a_killed_process_left_is_put_right(has_new: bool, tmp_path: Path) -> None:
+def test_recovers_what_a_killed_process_left(has_new: bool, tmp_path: Path) -> None:
     target = saved(tmp_path / "a")
     target.rename(atomic_module._waiting(target))
     if has_new:
@@ -88,7 +88,7 @@ def test_what_a_killed_process_left_is_put_right(has_new: bool, tmp_path: Path) 
     assert names(tmp_path) == ["a"]
 
 
-def test_only_weights_of_the_checkpoint_are_replaced(tmp_path: Path) -> None:
+def test_files_that_are_not_weights_are_kept(tmp_path: Path) -> None:
     target = saved(tmp_path / "a")
     (target / INDEX).write_text(json.dumps({"weight_map": {"x": "part.safetensors", "y": "tokenizer.json", "z": [1]}}))
     gone = ["part.safetensors", "model-00001-of-00002.safetensors", "model--00002-of-00002.safetensors"]
@@ -104,14 +104,14 @@ def test_only_weights_of_the_checkpoint_are_replaced(tmp_path: Path) -> None:
     assert os.readlink(target / "nowhere.json") == "absent.json"
 
 
-def test_a_damaged_index_is_replaced(tmp_path: Path) -> None:
+def test_a_folder_with_a_damaged_index_is_replaced(tmp_path: Path) -> None:
     target = saved(tmp_path / "a")
     (target / INDEX).write_text("{")
     save(target)
     assert names(target) == [WEIGHTS]
 
 
-def test_places_that_cannot_be_replaced_are_refused_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_current_folder_and_mount_points_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target = saved(tmp_path / "a")
     monkeypatch.chdir(target)
     for place, named in ((Path("."), "is the current folder"), (Path("/"), "is a mount point")):
@@ -120,7 +120,9 @@ def test_places_that_cannot_be_replaced_are_refused_at_once(tmp_path: Path, monk
     assert names(target) == [WEIGHTS]
 
 
-def test_finished_work_is_kept_when_its_place_is_busy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_complete_folder_is_kept_if_it_cannot_replace_the_target(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As at a bind mount, which looks like any folder until it is renamed."""
 
     def busy(first: Path, second: Path) -> bool:

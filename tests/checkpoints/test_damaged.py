@@ -104,7 +104,7 @@ def put(files: Files, at: Path) -> Path:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_intact_ones_are_read(kind: str, tmp_path: Path) -> None:
+def test_undamaged_checkpoints_are_read(kind: str, tmp_path: Path) -> None:
     """The control: what is refused below is refused for its damage."""
     assert load_state(put(KINDS[kind](), tmp_path))
 
@@ -170,13 +170,13 @@ CHANGED = {
 
 
 @pytest.mark.parametrize("what", CHANGED)
-def test_a_changed_tensor_is_named(what: str, tmp_path: Path) -> None:
+def test_error_names_the_damaged_tensor(what: str, tmp_path: Path) -> None:
     producer, change, named = CHANGED[what]
     with pytest.raises(ValueError, match=named):
         load_state(put(with_tensors(producer, change), tmp_path))
 
 
-def test_codes_in_a_plain_checkpoint_are_not_taken_for_weights(tmp_path: Path) -> None:
+def test_codes_in_an_unquantized_checkpoint_are_refused(tmp_path: Path) -> None:
     save_file({"a.weight": torch.ones(4, 4, dtype=torch.uint8)}, tmp_path / WEIGHTS)
     with pytest.raises(ValueError, match="no scales say"):
         load_state(tmp_path)
@@ -218,7 +218,7 @@ ABSURD = {
 
 
 @pytest.mark.parametrize("what", ABSURD)
-def test_an_absurd_header_is_refused_without_memory(what: str, tmp_path: Path) -> None:
+def test_impossible_header_is_refused_without_allocating(what: str, tmp_path: Path) -> None:
     (tmp_path / WEIGHTS).write_bytes(ABSURD[what])
     tracemalloc.start()
     try:
@@ -232,7 +232,7 @@ def test_an_absurd_header_is_refused_without_memory(what: str, tmp_path: Path) -
 @pytest.mark.parametrize(
     "file", ["../secret.safetensors", "/etc/secret.safetensors", "a/b.safetensors", "..\\b.safetensors", "model.bin", 3]
 )
-def test_an_index_leads_nowhere_else(file: Any, tmp_path: Path) -> None:
+def test_index_cannot_name_files_elsewhere(file: Any, tmp_path: Path) -> None:
     put(sharded() | {INDEX: json.dumps({"weight_map": {"a": file}}).encode()}, tmp_path / "in")
     save_file({"a": torch.ones(2)}, tmp_path / "secret.safetensors")
     with pytest.raises(ValueError, match="only safetensors files beside the index"):
@@ -250,7 +250,7 @@ def test_an_index_leads_nowhere_else(file: Any, tmp_path: Path) -> None:
         ([], "no JSON object"),
     ],
 )
-def test_index_and_files_agree(index: Any, named: str | None, tmp_path: Path) -> None:
+def test_index_that_contradicts_the_files_is_refused(index: Any, named: str | None, tmp_path: Path) -> None:
     files = sharded() | {INDEX: json.dumps(index).encode()}
     if named is None:  # one file, but with a tensor that the index does not list
         files["model-1.safetensors"] = safetensors_bytes({"a": torch.ones(2), "x": torch.ones(2)})
@@ -259,13 +259,13 @@ def test_index_and_files_agree(index: Any, named: str | None, tmp_path: Path) ->
         load_state(put(files, tmp_path))
 
 
-def test_a_name_in_two_files_is_refused(tmp_path: Path) -> None:
+def test_tensor_in_two_shards_is_refused(tmp_path: Path) -> None:
     both = {"model-2.safetensors": safetensors_bytes({"a": torch.ones(2), "b": torch.ones(2)})}
     with pytest.raises(ValueError, match=r"'a' is both in model-1\.safetensors and in model-2\.safetensors"):
         load_state(put(sharded() | both, tmp_path))
 
 
-def test_a_key_twice_in_an_index_is_refused(tmp_path: Path) -> None:
+def test_duplicate_key_in_an_index_is_refused(tmp_path: Path) -> None:
     text = b'{"weight_map": {"a": "model-1.safetensors", "a": "model-2.safetensors"}}'
     with pytest.raises(ValueError, match="'a' is there twice"):
         load_state(put(sharded() | {INDEX: text}, tmp_path))
@@ -277,7 +277,7 @@ def test_pickles_are_never_read(tmp_path: Path) -> None:
         load_state(tmp_path)
 
 
-def test_nothing_there(tmp_path: Path) -> None:
+def test_missing_checkpoint_is_not_found(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="neither a folder nor a file"):
         load_state(tmp_path / "nowhere")
     with pytest.raises(FileNotFoundError, match=r"huggingface_hub\.snapshot_download"):

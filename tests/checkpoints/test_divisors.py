@@ -19,7 +19,7 @@ def weight(scale: torch.Tensor, static: torch.Tensor | None = None, dtype: torch
     return plain if static is None else plain.with_activation("nvfp4", "even", static)
 
 
-def test_where_bf16_rounds_the_difference_away_nothing_is_lost() -> None:
+def test_inexact_divisor_is_written_if_bf16_values_stay_equal() -> None:
     near = 1 / WITHOUT
     around = [near, torch.nextafter(near, torch.tensor(0.0)), torch.nextafter(near, torch.tensor(1.0))]
     assert all(1 / divisor != WITHOUT for divisor in around)
@@ -33,17 +33,17 @@ def test_where_bf16_rounds_the_difference_away_nothing_is_lost() -> None:
 @pytest.mark.parametrize(
     "scale, static, kind", [(WITHOUT, None, "per-tensor"), (EXACT, WITHOUT, "activations'")], ids=["weight", "input"]
 )
-def test_a_scale_without_a_divisor_is_refused(scale: torch.Tensor, static: torch.Tensor | None, kind: str) -> None:
+def test_scale_without_an_exact_divisor_is_refused(scale: torch.Tensor, static: torch.Tensor | None, kind: str) -> None:
     with pytest.raises(NotImplementedError, match=f"last bit of its {kind} scale 1.99999"):
         PRODUCER.encode("a.weight", weight(scale, static, torch.float32), {})
 
 
-def test_exact_scales_are_written() -> None:
+def test_scales_are_written_as_exact_divisors() -> None:
     tensors = PRODUCER.encode("a.weight", weight(EXACT, EXACT), {})
     assert tensors["a.weight_global_scale"].item() == tensors["a.input_global_scale"].item() == 16
 
 
-def test_the_nearest_scale_that_has_a_divisor() -> None:
+def test_prepare_moves_scales_to_the_nearest_reciprocal() -> None:
     scales = torch.cat([WITHOUT[None], EXACT[None], torch.rand(4000, generator=torch.manual_seed(0)) * 2e-3])
     moved = 0
     for scale in scales:

@@ -18,7 +18,7 @@ from mxquant.checkpoints.weight_spec import unswizzle
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_values_are_the_tools_own(name: str) -> None:
+def test_values_equal_the_tools_dequantized_values(name: str) -> None:
     state, expected = load_state(folder(name)), tensors(name, "reference_dequant")
     assert expected
     for key, values in expected.items():
@@ -29,7 +29,7 @@ def test_values_are_the_tools_own(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_activations_are_those_of_the_config(name: str) -> None:
+def test_activation_scheme_follows_the_config(name: str) -> None:
     """W4A16 is not taken for W4A4, nor the other way round."""
     fmt, activation, mode, static = SCHEMES[name]
     weights = [tensor for tensor in load_state(folder(name)).values() if isinstance(tensor, MXTensor)]
@@ -44,7 +44,7 @@ def test_activations_are_those_of_the_config(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_ordinary_tensors_are_untouched_and_nothing_is_lost(name: str) -> None:
+def test_unquantized_tensors_keep_their_bytes(name: str) -> None:
     state, written = load_state(folder(name)), tensors(name)
     content = read_content(folder(name))
     assert content.producer is not None
@@ -57,7 +57,7 @@ def test_ordinary_tensors_are_untouched_and_nothing_is_lost(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_bytes_are_views_of_the_file(name: str) -> None:
+def test_loaded_tensors_are_views_of_the_file(name: str) -> None:
     """Reading copies nothing: two reads are of the same memory."""
     content = read_content(folder(name))
     reader = Reader(content.checkpoint)
@@ -68,7 +68,7 @@ def test_bytes_are_views_of_the_file(name: str) -> None:
         assert weight.scale.data_ptr() == reader.read(spec.scale).data_ptr()
 
 
-def test_static_scales_are_multipliers_whichever_way_they_are_stored() -> None:
+def test_static_scales_become_multipliers() -> None:
     """compressed-tensors divides by its global scales, ModelOpt multiplies."""
     for name, part, divided in (
         ("ct_nvfp4_llama", "input_global_scale", True),
@@ -84,7 +84,7 @@ def test_static_scales_are_multipliers_whichever_way_they_are_stored() -> None:
 # mxquant's own
 
 
-def test_own_file_comes_back_bit_for_bit(tmp_path: Path) -> None:
+def test_native_file_round_trips_bit_for_bit(tmp_path: Path) -> None:
     """Partial blocks, another axis, a per-tensor scale, a rule for activations, tied names."""
     weight = quantize(torch.randn(6, 40), "mxfp4").with_activation("mxfp8")
     state = {
@@ -110,13 +110,13 @@ def test_own_file_comes_back_bit_for_bit(tmp_path: Path) -> None:
             assert torch.equal(loaded[key], tensor)
 
 
-def test_one_file_is_enough(tmp_path: Path) -> None:
+def test_path_may_be_a_single_file(tmp_path: Path) -> None:
     flat, metadata = flatten_state_dict({"w": quantize(torch.randn(4, 64), "mxfp6_e3m2")})
     save_file(flat, tmp_path / "weights.safetensors", metadata)
     assert load_state(tmp_path / "weights.safetensors").keys() == load_state(tmp_path).keys() == {"w"}
 
 
-def test_an_unquantized_checkpoint_is_read_as_it_is(tmp_path: Path) -> None:
+def test_unquantized_checkpoint_is_read(tmp_path: Path) -> None:
     save_file({"w": torch.ones(2, 3)}, tmp_path / "model.safetensors")
     assert torch.equal(load_state(tmp_path)["w"], torch.ones(2, 3))
 
@@ -147,7 +147,7 @@ def test_torchao_tensors_are_unswizzled_and_packed(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("rows", [1, 127, 129])
 @pytest.mark.parametrize("columns", [1, 3, 4, 5])
-def test_unswizzling_undoes_torchaos_swizzle(rows: int, columns: int) -> None:
+def test_unswizzle_inverts_torchaos_swizzle(rows: int, columns: int) -> None:
     to_blocked = pytest.importorskip("torchao.prototype.mx_formats.utils").to_blocked
     scale = torch.randint(0, 256, (rows, columns), dtype=torch.uint8)
     assert torch.equal(unswizzle(to_blocked(scale), (rows, columns)), scale)
@@ -156,7 +156,7 @@ def test_unswizzling_undoes_torchaos_swizzle(rows: int, columns: int) -> None:
 # gpt-oss as OpenAI wrote it
 
 
-def test_gpt_oss_original_layout(tmp_path: Path) -> None:
+def test_experts_in_openais_layout(tmp_path: Path) -> None:
     weight = quantize(torch.randn(3, 8, 64), "mxfp4")
     blocks = weight.qdata.unflatten(-1, (-1, 16))
     flat = {"block.0.mlp.mlp1_weight.blocks": blocks, "block.0.mlp.mlp1_weight.scales": weight.scale}
@@ -180,7 +180,7 @@ def edited(name: str, to: Path, edit) -> Path:  # type: ignore[no-untyped-def]
     return to
 
 
-def test_w4a4_of_compressed_tensors(tmp_path: Path) -> None:
+def test_compressed_tensors_w4a4(tmp_path: Path) -> None:
     def edit(config: dict) -> None:
         group = config["config_groups"]["group_0"]
         group["input_activations"] = group["weights"] | {"dynamic": True}
@@ -190,7 +190,7 @@ def test_w4a4_of_compressed_tensors(tmp_path: Path) -> None:
     assert (weight.activation, weight.metadata.scheme.activation_scale_mode) == ("mxfp4", "even")
 
 
-def test_groups_by_name_go_before_groups_by_class(tmp_path: Path) -> None:
+def test_compressed_tensors_groups_by_name_precede_groups_by_class(tmp_path: Path) -> None:
     """Two groups of one checkpoint: the attention W4A16, the rest W4A4. Old files lack scale_dtype."""
 
     def edit(config: dict) -> None:
@@ -204,7 +204,7 @@ def test_groups_by_name_go_before_groups_by_class(tmp_path: Path) -> None:
     assert state["model.layers.1.self_attn.q_proj.weight"].activation is None
 
 
-def test_a_group_for_one_module_is_not_one_for_a_class(tmp_path: Path) -> None:
+def test_compressed_tensors_target_without_a_dot_is_one_module(tmp_path: Path) -> None:
     """ "lm_head" has no dot, as "Linear" has none; it comes first, and no other module has its scheme."""
     activations = {"num_bits": 4, "type": "float", "group_size": 32, "dynamic": True}
 
@@ -224,7 +224,7 @@ def test_a_group_for_one_module_is_not_one_for_a_class(tmp_path: Path) -> None:
         load_state(edited("ct_mxfp4a16_llama", tmp_path, only_the_head))
 
 
-def test_quarks_layer_configs_are_globs(tmp_path: Path) -> None:
+def test_quark_layer_configs_are_globs(tmp_path: Path) -> None:
     def edit(config: dict) -> None:
         weight_only = config["global_quant_config"] | {"input_tensors": None}
         config["layer_quant_config"] = {"*mlp.experts.3*": weight_only}
@@ -234,7 +234,7 @@ def test_quarks_layer_configs_are_globs(tmp_path: Path) -> None:
     assert state["model.layers.0.mlp.experts.2.down_proj.weight"].activation == "mxfp4"
 
 
-def test_modelopts_own_file_is_enough(tmp_path: Path) -> None:
+def test_modelopt_is_recognized_by_its_sidecar_alone(tmp_path: Path) -> None:
     edited("modelopt_nvfp4_llama", tmp_path, lambda config: None)
     config = json.loads((tmp_path / "config.json").read_text())
     del config["quantization_config"]
@@ -245,7 +245,7 @@ def test_modelopts_own_file_is_enough(tmp_path: Path) -> None:
     assert len(content.quantized) == 14
 
 
-def test_a_layer_of_mixed_precision_has_its_own_algorithm(tmp_path: Path) -> None:
+def test_modelopt_mixed_precision_names_an_algorithm_for_each_layer(tmp_path: Path) -> None:
     def edit(config: dict) -> None:
         layers = {"model.layers.*": {"quant_algo": "NVFP4"}}
         config |= {"quant_algo": "MIXED_PRECISION", "quantized_layers": layers}
@@ -253,7 +253,7 @@ def test_a_layer_of_mixed_precision_has_its_own_algorithm(tmp_path: Path) -> Non
     assert len(read_content(edited("modelopt_nvfp4_llama", tmp_path, edit)).quantized) == 14
 
 
-def test_a_static_scale_of_activations_that_are_not_quantized_is_noticed(tmp_path: Path) -> None:
+def test_static_scale_of_unquantized_activations_is_refused(tmp_path: Path) -> None:
     def edit(config: dict) -> None:
         layers = {
             "model.layers.*": {"quant_algo": "NVFP4"},
@@ -281,12 +281,12 @@ def test_a_static_scale_of_activations_that_are_not_quantized_is_noticed(tmp_pat
         ("modelopt_nvfp4_llama", lambda c: c.update(quant_algo="FP8"), "'FP8'"),
     ],
 )
-def test_a_scheme_that_is_not_computed_is_refused(name: str, edit, named: str, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+def test_unsupported_scheme_is_refused(name: str, edit, named: str, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     with pytest.raises(NotImplementedError, match=named):
         load_state(edited(name, tmp_path, edit))
 
 
-def test_what_changes_no_number_is_read(tmp_path: Path) -> None:
+def test_algorithms_and_kv_cache_outputs_that_change_no_value_are_read(tmp_path: Path) -> None:
     """Algorithms that are folded into the weights, and outputs of keys and values, which are the cache."""
     name = "quark_mxfp4_w4a4_llama"
 

@@ -73,7 +73,7 @@ SCHEMES = {
 
 
 @pytest.mark.parametrize("scheme", SCHEMES, ids=str)
-def test_quarks_own_specs(scheme: Scheme) -> None:
+def test_quark_specs_round_trip(scheme: Scheme) -> None:
     """Written alike, but that the scale of FP8 activations is fp32, where Quark says nothing and takes the model's."""
     assert read_scheme("proj", SCHEMES[scheme]) == scheme
     written = write_scheme(scheme)
@@ -102,7 +102,7 @@ def test_quarks_own_specs(scheme: Scheme) -> None:
         (NVFP4, [NVFP4_INPUT[0], NVFP4[1] | {"round_method": "round"}], "round_method 'round'"),
     ],
 )
-def test_other_specs_are_refused(weight: Any, inputs: Any, named: str) -> None:
+def test_unsupported_quark_specs_are_refused(weight: Any, inputs: Any, named: str) -> None:
     with pytest.raises(NotImplementedError, match=named):
         read_scheme("proj", layer(weight, inputs))
 
@@ -113,7 +113,7 @@ def write(at: Path, tensors: dict[str, Tensor], scheme: Scheme) -> None:
     save_file(tensors, at / "model.safetensors")
 
 
-def test_a_bf16_scale_of_fp8_activations(tmp_path: Path) -> None:
+def test_bf16_static_scale_is_written_in_its_stored_dtype(tmp_path: Path) -> None:
     """Quark takes it in the model's dtype. It is computed in fp32, and comes back as it was where it is known."""
     weight = quantize(torch.randn(4, 64, dtype=torch.bfloat16), "mxfp4")
     static = torch.tensor(0.0073, dtype=torch.bfloat16)
@@ -134,7 +134,7 @@ def test_a_bf16_scale_of_fp8_activations(tmp_path: Path) -> None:
     assert quark.encode("proj.weight", read, {})["proj.input_scale"].dtype == torch.float32
 
 
-def test_nvfp4_with_its_static_scale(tmp_path: Path) -> None:
+def test_nvfp4_with_a_static_scale_round_trips(tmp_path: Path) -> None:
     weight = quantize(torch.randn(4, 64, dtype=torch.bfloat16), "nvfp4")
     weight = weight.with_activation("nvfp4", "even", torch.tensor(0.01))
     encoded = get_producer("quark").encode("proj.weight", weight, {})

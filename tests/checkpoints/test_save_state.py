@@ -141,6 +141,15 @@ def test_other_producers_store_tied_tensors_under_each_name(tmp_path: Path) -> N
     assert_same_state(load_state(tmp_path / "saved"), state)
 
 
+def test_views_of_one_memory_are_written_each(tmp_path: Path) -> None:
+    table = torch.randn(4, 64)
+    views = {"table": table, "flat": table.flatten(), "transposed": table.T, "row": table[1]}
+    save_state({"a.weight": weight(), **views}, tmp_path / "saved")
+    loaded = load_state(tmp_path / "saved")
+    for name, view in views.items():
+        assert torch.equal(loaded[name], view)
+
+
 def test_shards_hold_whole_weights_and_aliases(tmp_path: Path) -> None:
     state: dict[str, Tensor] = {f"{i}.weight": weight() for i in range(4)}
     state |= {"tied.weight": state["2.weight"], "norm.weight": torch.randn(64)}
@@ -160,6 +169,7 @@ def test_shards_hold_whole_weights_and_aliases(tmp_path: Path) -> None:
         ({"a.weight": weight()}, "torchao", NotImplementedError, "read, not written"),
         ({"a.weight": torch.randn(4, 64)}, "mxquant", ValueError, "none of the tensors is quantized"),
         ({"a.weight": weight().to("meta")}, "mxquant", ValueError, "device 'meta'"),
+        ({"a.weight": weight(), "b": torch.eye(2).to_sparse()}, "mxquant", ValueError, "sparse_coo"),
         ({"a.weight": weight(), "e": experts()}, "quark", NotImplementedError, "a stack of experts would be lost"),
         ({"a.weight": weight("mxfp6_e3m2")}, "compressed-tensors", NotImplementedError, "its codes would be lost"),
         (

@@ -125,14 +125,14 @@ def ours(element: str, mode: str) -> tuple[np.ndarray, np.ndarray]:
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("element", ELEMENTS)
-def test_every_magnitude_follows_the_definition(element: str, mode: str) -> None:
+def test_scale_of_every_amax_follows_the_definition(element: str, mode: str) -> None:
     codes, scale = quantize_mx(magnitudes().double().numpy(), ELEMENTS[element], mode)
     assert_same(ours(element, mode)[1], scale[:, 0], "scales")
     assert_same(ours(element, mode)[0], codes[:, 0], "codes")
 
 
 @pytest.mark.parametrize("tool, element, mode", SCALE_DIFFERENCES)
-def test_every_magnitude_is_the_tools_except_where_its_rules_say(tool: str, element: str, mode: str) -> None:
+def test_scale_of_every_amax_equals_the_tools_with_predicted_differences(tool: str, element: str, mode: str) -> None:
     arrays, key = load("amax_bf16_sweep"), f"{tool}|{element}|{mode}"
     our_mode, rules = producer(tool, element, mode)
     dtype = "f32" if tool == "microxcaling" and element != "e2m1" else "bf16"

@@ -35,7 +35,7 @@ def decoded_grid(name: str, dtype: torch.dtype) -> np.ndarray:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", ELEMENT_OF_FORMAT)
-def test_every_code_under_every_scale_byte(name: str, dtype: str) -> None:
+def test_decoding_every_code_under_every_scale_byte(name: str, dtype: str) -> None:
     """code * 2^(byte - 127), rounded once to the output's type: byte 0 is 2^-127, byte 255 is NaN, nothing else is."""
     element = ELEMENTS[ELEMENT_OF_FORMAT[name]]
     exact = decode_codes(np.arange(2**element.bits), element)[None, :] * SCALES
@@ -68,7 +68,7 @@ def predicted_grid(tool: str, dtype: str) -> np.ndarray:
 
 
 @pytest.mark.parametrize("key", keys("dequant_mxfp4_grid"))
-def test_other_decoders_of_mxfp4_differ_where_their_rules_say(key: str) -> None:
+def test_other_mxfp4_decoders_differ_as_predicted(key: str) -> None:
     tool, dtype = key.split("|")
     with np.errstate(invalid="ignore", over="ignore"):
         predicted = predicted_grid(tool, SHORT[dtype])
@@ -86,7 +86,7 @@ def test_other_decoders_of_mxfp4_differ_where_their_rules_say(key: str) -> None:
 
 
 @pytest.mark.parametrize("key", [key for key in keys("dequant_nvfp4_grid") if key.count("|") == 2])
-def test_every_decoder_of_nvfp4_agrees(key: str) -> None:
+def test_all_nvfp4_decoders_agree(key: str) -> None:
     """All finite E4M3 scales, all codes, six per-tensor scales: equal values, in fp32 and bf16."""
     tool, dtype, index = key.split("|")
     arrays = load("dequant_nvfp4_grid")

@@ -85,7 +85,7 @@ def cast_rules(tool: str, element: str) -> tuple[Callable, Callable]:
 
 
 @pytest.mark.parametrize("table", TABLES)
-def test_every_code_has_the_value_that_others_give_it(table: str) -> None:
+def test_value_of_every_code_equals_other_libraries(table: str) -> None:
     element = table.split("|")[0]
     codes = torch.arange(2 ** ELEMENTS[element].bits, dtype=torch.uint8)
     values = decode(codes, ELEMENT_FORMATS[element]).numpy()
@@ -94,13 +94,13 @@ def test_every_code_has_the_value_that_others_give_it(table: str) -> None:
 
 
 @pytest.mark.parametrize("element", ["e2m3", "e3m2"])
-def test_six_bit_codes_are_packed_as_others_pack_them(element: str) -> None:
+def test_six_bit_packing_equals_other_libraries(element: str) -> None:
     packed = pack_codes(torch.arange(64, dtype=torch.uint8), 6).numpy()
     assert_same(packed, load("element_tables")[f"{element}|packed_bytes_of_0_63"], "bytes of the codes 0 to 63")
 
 
 @pytest.mark.parametrize("element, tool, scale_byte", CASTS)
-def test_every_bf16_pattern_gets_the_code_that_others_give_it(element: str, tool: str, scale_byte: int) -> None:
+def test_code_of_every_bf16_value_equals_other_libraries(element: str, tool: str, scale_byte: int) -> None:
     fmt = ELEMENTS[element]
     with np.errstate(invalid="ignore", over="ignore"):
         x = (np.arange(65536, dtype=np.uint32) << 16).view(np.float32).astype(np.float64)
@@ -137,7 +137,7 @@ FP16 = ["quark_2pow_fp16", "transformers_gptoss_float16"]
 @pytest.mark.parametrize(
     "tool", ["ml_dtypes", "torch_float8_e8m0fnu", "torchao_get_fp_scale", "aiter_e8m0_to_f32", *INFINITE_BYTE_255]
 )
-def test_every_scale_byte_has_the_value_that_others_give_it(tool: str) -> None:
+def test_value_of_every_scale_byte_equals_other_libraries(tool: str) -> None:
     ours = e8m0_to_float(torch.arange(256, dtype=torch.uint8)).numpy()
     predicted = ours.copy()
     if tool in INFINITE_BYTE_255:
@@ -150,7 +150,7 @@ def test_every_scale_byte_has_the_value_that_others_give_it(tool: str) -> None:
     assert_same(load("e8m0")[f"decode|{tool}"], predicted, "values of the bytes 0 to 255")
 
 
-def test_the_scale_type_of_torch_rounds_to_nearest() -> None:
+def test_torch_float8_e8m0fnu_rounds_to_nearest() -> None:
     """Casting to float8_e8m0fnu is neither floor nor ceil nor even: why no scale is computed that way."""
     x = (np.arange(0x7F80, dtype=np.uint32) << 16).view(np.float32).astype(np.float64)[0x80:]  # normal numbers
     exponent = np.frexp(x)[1] - 1

@@ -19,14 +19,14 @@ FILES = {
 }
 
 
-def test_every_file_has_its_origin() -> None:
+def test_every_fixture_has_a_listed_origin() -> None:
     assert set(FILES) == set(LISTED)
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_no_file_has_changed(name: str) -> None:
+def test_fixtures_match_their_checksums(name: str) -> None:
     assert hashlib.sha256(FILES[name].read_bytes()).hexdigest() == LISTED[name]
 
 
-def test_they_stay_small() -> None:
+def test_fixtures_stay_small() -> None:
     assert sum(path.stat().st_size for path in FILES.values()) < 4 * 2**20

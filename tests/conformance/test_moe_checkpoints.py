@@ -86,7 +86,7 @@ def gpt_oss_stack(tensors: dict[str, Tensor], layer: int, name: str, dtype: torc
     return MXTensor.from_qdata(blocks.flatten(2), scales, "mxfp4", (experts, 32 * count, n), dtype, axis=-2)
 
 
-def test_a_gpt_oss_block_is_filled_by_a_reshape() -> None:
+def test_gpt_oss_blocks_fill_an_experts_parameter_by_a_reshape() -> None:
     original, written = file(GPT_OSS, "original_bf16"), file(GPT_OSS, "model")
     dequantized = file(GPT_OSS, "reference_dequant")
     for key in original:

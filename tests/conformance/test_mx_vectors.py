@@ -107,7 +107,7 @@ RECORDED = recorded()
 
 
 @pytest.mark.parametrize("tool, element, mode", DIFFERENCES)
-def test_bytes_are_the_tools_except_where_its_rules_say(tool: str, element: str, mode: str) -> None:
+def test_bytes_equal_the_tools_with_predicted_differences(tool: str, element: str, mode: str) -> None:
     arrays = load(f"mx_{tool}")
     ours, rules = producer(tool, element, mode)
     scale_count = code_count = 0
@@ -134,7 +134,7 @@ def test_bytes_are_the_tools_except_where_its_rules_say(tool: str, element: str,
 
 
 @pytest.mark.parametrize("tool, element, mode", [case for case in DIFFERENCES if case[0] not in NEVER_DECODED])
-def test_decoded_values_are_the_tools_except_where_its_rules_say(tool: str, element: str, mode: str) -> None:
+def test_decoded_values_equal_the_tools_with_predicted_differences(tool: str, element: str, mode: str) -> None:
     """The values that a tool made of its own bytes are what its rules give, and ours where those change nothing."""
     ours, rules = producer(tool, element, mode)
     fmt = get_format(FORMAT_OF_ELEMENT[element])
@@ -188,7 +188,7 @@ def test_torchao_marks_nan_but_not_inf(name: str, element: str, mode: str) -> No
 @pytest.mark.parametrize(
     "tool, modes", [("aiter_per1x32", ["floor", "even", "ceil", "rceil"]), ("microxcaling", ["floor/even"])]
 )
-def test_other_deliberate_policies_are_ours(tool: str, modes: list[str]) -> None:
+def test_other_tools_mark_nonfinite_blocks_as_nan(tool: str, modes: list[str]) -> None:
     nonfinite = ~np.isfinite(input_values("edges.f32")).all(axis=-1)
     for mode in modes:
         assert (array(f"mx_{tool}", f"edges.f32|e2m1|{mode}|s")[nonfinite, 0] == NAN_BYTE).all()

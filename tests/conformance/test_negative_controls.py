@@ -15,7 +15,7 @@ SUITE = "amax_mantissas.bf16"
 
 @pytest.mark.parametrize("element", ["e2m1", "e2m3", "e3m2", "e4m3", "e5m2"])
 @pytest.mark.parametrize("mode", ["floor", "ceil", "rceil"])
-def test_another_scale_mode_is_seen(element: str, mode: str) -> None:
+def test_comparison_detects_another_scale_mode(element: str, mode: str) -> None:
     """On random blocks too: no two modes give the same bytes."""
     even = load("mx_torchao")[f"normal_s1.bf16|{element}|even|s"]
     _, scale = mxquant_bytes(input_tensor("normal_s1.bf16"), element, mode)
@@ -24,7 +24,7 @@ def test_another_scale_mode_is_seen(element: str, mode: str) -> None:
         assert_same(scale, even, "scales")
 
 
-def test_the_rounding_constant_of_another_element_is_seen() -> None:
+def test_comparison_detects_the_rounding_constant_of_another_element() -> None:
     recorded = load("mx_torchao")["normal_s1.bf16|e4m3|even|s"]
     _, scale = mxquant_bytes(input_tensor("normal_s1.bf16"), "e4m3", "even_fp4")
     assert np.count_nonzero(scale != recorded) > recorded.size // 20
@@ -32,7 +32,7 @@ def test_the_rounding_constant_of_another_element_is_seen() -> None:
 
 @pytest.mark.parametrize("ties", ["away", "zero"])
 @pytest.mark.parametrize("element", ["e2m1", "e2m3", "e3m2", "e4m3", "e5m2"])
-def test_another_rounding_of_ties_is_seen(element: str, ties: str) -> None:
+def test_comparison_detects_another_rounding_of_ties(element: str, ties: str) -> None:
     blocks = Blocks(input_values(SUITE), "bf16", ELEMENTS[element], "even")
     codes, scale = Producer(exact, to_nearest(ties)).predict(blocks)
     ours, our_scale = mxquant_bytes(input_tensor(SUITE), element, "even")
@@ -41,7 +41,7 @@ def test_another_rounding_of_ties_is_seen(element: str, ties: str) -> None:
         assert_same(ours, codes, "codes")
 
 
-def test_the_oracles_themselves_disagree() -> None:
+def test_tools_disagree_with_each_other() -> None:
     """One suite through ties to even (Quark), away (triton_kernels) and toward zero (ModelOpt): three answers."""
     length = input_values("ties.bf16").shape[-1]
     quark = recorded_codes("quark", "ties.bf16|e2m1|even", "e2m1", length)
@@ -52,7 +52,7 @@ def test_the_oracles_themselves_disagree() -> None:
     assert np.count_nonzero(magnitudes[1] != magnitudes[2]) > 10
 
 
-def test_one_wrong_byte_is_seen() -> None:
+def test_comparison_detects_one_wrong_byte() -> None:
     key = "normal_s1.bf16|e2m1|even"
     recorded = recorded_codes("torchao", key, "e2m1", 256)
     wrong = recorded.copy()
@@ -61,14 +61,14 @@ def test_one_wrong_byte_is_seen() -> None:
         assert_same(wrong, recorded, "codes")
 
 
-def test_swapped_nibbles_are_seen() -> None:
+def test_comparison_detects_swapped_nibbles() -> None:
     codes = np.arange(16, dtype=np.uint8)[None, :]
     packed = pack(codes, 4)
     swapped = (packed >> 4 | packed << 4).astype(np.uint8)
     assert (unpack(swapped, 4, 16) != codes).all()
 
 
-def test_rules_left_out_are_seen() -> None:
+def test_comparison_detects_missing_rules() -> None:
     """Without the rule for its zeros, Quark's codes are not explained; without its log2, its floor scales are not."""
     x = input_values(SUITE)
     blocks = Blocks(x, "bf16", ELEMENTS["e2m1"], "even")
@@ -81,7 +81,7 @@ def test_rules_left_out_are_seen() -> None:
         assert_same(load("mx_quark")[f"{SUITE}|e2m1|floor|s"], floor, "scales")
 
 
-def test_the_sign_of_zero_and_nan_are_compared_in_values() -> None:
+def test_comparison_of_values_includes_the_sign_of_zero_and_nan() -> None:
     values = np.array([0.0, -0.0, np.nan, 1.0])
     assert not differences(values, values.copy()).any()
     assert differences(values, np.array([-0.0, -0.0, np.nan, 1.0])).tolist() == [True, False, False, False]

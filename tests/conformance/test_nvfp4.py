@@ -38,7 +38,7 @@ def recorded(name: str, tool: str) -> tuple[np.ndarray, np.ndarray, np.float32]:
 
 
 @pytest.mark.parametrize("name, tool", CASES)
-def test_each_tool_computes_its_formula(name: str, tool: str) -> None:
+def test_each_tool_follows_its_formula(name: str, tool: str) -> None:
     """Each tool's bytes are those of its formula, without exception: what differs from ours is the formula."""
     x = input_values(name).astype(np.float32)
     dtype = name.rpartition(".")[2]
@@ -50,7 +50,7 @@ def test_each_tool_computes_its_formula(name: str, tool: str) -> None:
 
 
 @pytest.mark.parametrize("name, tool", CASES)
-def test_bytes_are_the_tools_where_the_formulas_agree(name: str, tool: str) -> None:
+def test_bytes_equal_the_tools_where_formulas_agree(name: str, tool: str) -> None:
     x = input_values(name).astype(np.float32)
     codes, scale, stored = recorded(name, tool)
     g = decode_multiplier(tool, stored)
@@ -69,7 +69,7 @@ def test_bytes_are_the_tools_where_the_formulas_agree(name: str, tool: str) -> N
 
 
 @pytest.mark.parametrize("tool", QUANTIZERS)
-def test_differences_are_counted(tool: str) -> None:
+def test_number_of_differences_is_as_recorded(tool: str) -> None:
     scales = codes = 0
     for name in [name for name, other in CASES if other == tool]:
         their_codes, their_scale, stored = recorded(name, tool)
@@ -80,7 +80,7 @@ def test_differences_are_counted(tool: str) -> None:
 
 
 @pytest.mark.parametrize("name", sorted({name for name, tool in CASES if tool == "modelopt"}))
-def test_the_bytes_are_modelopts(name: str) -> None:
+def test_bytes_equal_modelopts(name: str) -> None:
     """Per-tensor scale, block scales and codes, save that an element -0 keeps its sign here."""
     x = input_values(name)
     codes, scale, stored = recorded(name, "modelopt")
@@ -93,7 +93,7 @@ def test_the_bytes_are_modelopts(name: str) -> None:
 
 
 @pytest.mark.parametrize("tool", QUANTIZERS)
-def test_decoded_values_are_the_tools(tool: str) -> None:
+def test_decoded_values_equal_the_tools(tool: str) -> None:
     """A tool's own values of its bytes: (scale * g) * code in fp32. compressed-tensors divides, and gives bf16."""
     arrays, decoded = load("nvfp4"), 0
     for name in [name for name, other in CASES if other == tool and f"{name}|{tool}|dq" in arrays]:
@@ -131,7 +131,7 @@ def to_fp32_through(values: np.ndarray, dtype: torch.dtype) -> np.ndarray:
 
 
 @pytest.mark.parametrize("tool", ["modelopt", "torchao2", "vllm"])
-def test_an_all_zero_tensor_is_nan_elsewhere_and_zero_here(tool: str) -> None:
+def test_all_zero_tensor_decodes_to_zero_not_nan(tool: str) -> None:
     """Their per-tensor scale is 0 (or its inverse infinite), and 0 / 0 the block scale; here both scales are 1."""
     _, scale, _ = recorded(ALL_ZERO, tool)
     assert ((scale & 0x7F) == 0x7F).all()

@@ -14,7 +14,7 @@ FORMATS_AND_MODES = [(name, mode) for name, fmt in FORMATS.items() if fmt.block_
 
 @pytest.mark.parametrize("suite", ["edges.f32", "edges.bf16", "edges.f16", "student_t1p5.bf16"])
 @pytest.mark.parametrize("name, mode", FORMATS_AND_MODES)
-def test_the_public_quantizer_writes_the_same_bytes(name: str, mode: str, suite: str) -> None:
+def test_quantize_gives_the_same_bytes_as_quantize_blocks(name: str, mode: str, suite: str) -> None:
     x = input_tensor(suite)
     for canonical_zero in (False, True):
         qdata, scale = quantize_blocks(x, FORMATS[name], mode, canonical_zero=canonical_zero)

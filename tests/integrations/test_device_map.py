@@ -50,7 +50,7 @@ def wait_on_the_cpu(model: nn.Module, waiting: tuple[str, ...]) -> None:
 
 @torch.no_grad()
 @pytest.mark.parametrize("waiting", [("model.layers.1",), ("model.embed_tokens", "model.layers.0", "lm_head")], ids=str)
-def test_modules_that_wait_on_the_cpu_compute_the_same(model: Any, waiting: tuple[str, ...]) -> None:
+def test_offloaded_modules_compute_the_same(model: Any, waiting: tuple[str, ...]) -> None:
     expected = model(IDS).logits
     wait_on_the_cpu(model, waiting)
     quantized = [p for name in waiting for p in model.get_submodule(name).parameters() if isinstance(p, MXTensor)]
@@ -60,7 +60,7 @@ def test_modules_that_wait_on_the_cpu_compute_the_same(model: Any, waiting: tupl
         assert torch.equal(model(IDS).logits, expected)
 
 
-def test_a_model_of_which_modules_wait_is_saved_whole(model: Any, tmp_path: Path) -> None:
+def test_model_with_offloaded_modules_is_saved_whole(model: Any, tmp_path: Path) -> None:
     expected = model(IDS).logits
     wait_on_the_cpu(model, ("model.embed_tokens", "model.layers.1", "lm_head"))
     save_pretrained(model, tmp_path / "ours")
@@ -72,7 +72,7 @@ def test_a_model_of_which_modules_wait_is_saved_whole(model: Any, tmp_path: Path
         assert torch.equal(from_pretrained(tmp_path / name)(IDS).logits, expected), name
 
 
-def test_the_address_tells_tied_weights_from_others() -> None:
+def test_data_ptr_tells_tied_weights_from_others() -> None:
     """torch gives 0 for every subclass without a storage, by which accelerate would take all for one; and nothing can
     read there.
     """
@@ -83,7 +83,7 @@ def test_the_address_tells_tied_weights_from_others() -> None:
     assert one.to("meta").data_ptr() == 0
 
 
-def test_a_parameter_is_made_anew_of_a_value() -> None:
+def test_parameter_is_rebuilt_by_its_class() -> None:
     """`type(parameter)(value, requires_grad=...)`, as accelerate and others do."""
     weight = quantize(torch.randn(4, 64), "mxfp4")
     made = type(weight)(weight, requires_grad=False)
@@ -111,7 +111,7 @@ def mapped(parameter: MXTensor, file: Path) -> bool:
 
 
 @pytest.mark.parametrize("device_map", [disk("model.layers.1", "lm_head"), {"": "disk"}, "auto"], ids=str)
-def test_the_disk_is_the_mapped_file(model: Any, device_map: Any, tmp_path: Path) -> None:
+def test_disk_means_the_mapped_file(model: Any, device_map: Any, tmp_path: Path) -> None:
     """Also where "auto" finds that the CPU has too little room."""
     save_pretrained(model, tmp_path / "saved")
     again = from_pretrained(tmp_path / "saved", device_map=device_map, max_memory={"cpu": "10KB"})
@@ -123,7 +123,7 @@ def test_the_disk_is_the_mapped_file(model: Any, device_map: Any, tmp_path: Path
         assert not mapped(quantized[0].clone(), tmp_path / "saved" / "model.safetensors")  # the control
 
 
-def test_merged_experts_are_in_no_file(tmp_path: Path) -> None:
+def test_merged_experts_on_disk_are_refused(tmp_path: Path) -> None:
     model = MODELS["mixtral"]().to(torch.bfloat16)
     quantize_(model, "mxfp4")
     save_pretrained(model, tmp_path / "saved", "quark")
@@ -133,7 +133,7 @@ def test_merged_experts_are_in_no_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("saved", [False, True])
-def test_transformers_own_loader_refuses_the_disk(saved: bool, tmp_path: Path) -> None:
+def test_transformers_loader_refuses_the_disk(saved: bool, tmp_path: Path) -> None:
     """Where it would read the modules as they are in the checkpoint: unquantized."""
     MODELS["llama"]().to(torch.bfloat16).save_pretrained(tmp_path / "plain")
     folder, options = tmp_path / "plain", {"quantization_config": MXQuantConfig("mxfp4")}

@@ -49,7 +49,7 @@ def distance(model: nn.Module, name: str, key: str) -> float:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_every_weight_has_the_checkpoints_values(name: str) -> None:
+def test_weights_have_the_checkpoints_values(name: str) -> None:
     """Also where experts were merged: gate above up."""
     model = from_pretrained(folder(name))
     fmt, activation, mode, static = SCHEMES[name]
@@ -77,7 +77,7 @@ def test_every_weight_has_the_checkpoints_values(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_logits_of_the_weights_alone(name: str) -> None:
+def test_weight_only_logits_equal_the_tools(name: str) -> None:
     """To fp32's accumulation (2e-5 of their norm would be ten times what was seen). The recording had the weights in
     bf16 first, which rounds NVFP4's products of two scales.
     """
@@ -92,7 +92,7 @@ def test_logits_of_the_weights_alone(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["quark_mxfp4_w4a4_llama", "quark_mxfp4_w4a4_mixtral"])
-def test_logits_with_quantized_activations_are_quarks(name: str) -> None:
+def test_w4a4_logits_equal_quarks(name: str) -> None:
     """Bit for bit, up to the order of fp32 sums; with the weights alone a quarter of the norm is missed."""
     model = recorded_model(name)
     assert distance(model, name, BOTH) < 2e-6
@@ -100,7 +100,7 @@ def test_logits_with_quantized_activations_are_quarks(name: str) -> None:
     assert distance(model, name, BOTH) > 0.25
 
 
-def test_logits_with_static_scales_are_nearer_than_without() -> None:
+def test_static_scales_bring_logits_nearer_to_the_tools() -> None:
     """llm-compressor computed these in bf16, whose rounding moves activations to other codes."""
     name, key = "ct_nvfp4_llama", "logits_llmcompressor_qdq_bf16"
     model = from_pretrained(folder(name))
@@ -109,7 +109,7 @@ def test_logits_with_static_scales_are_nearer_than_without() -> None:
     assert near < 0.8 * distance(model, name, key)
 
 
-def test_a_model_takes_as_much_as_its_files() -> None:
+def test_model_takes_as_many_bytes_as_its_files() -> None:
     """Weights that are not merged are views of the files."""
     model = from_pretrained(folder("ct_mxfp4a16_llama"))
     for name, tensor in load_state(folder("ct_mxfp4a16_llama")).items():
@@ -120,7 +120,7 @@ def test_a_model_takes_as_much_as_its_files() -> None:
         assert parameter.nbytes == tensor.nbytes
 
 
-def test_the_config_is_not_taken_for_transformers_own() -> None:
+def test_model_is_marked_as_quantized_by_mxquant() -> None:
     """The model is mxquant's: transformers' save_pretrained writes it, and generation follows the checkpoint."""
     model = from_pretrained(folder("quark_mxfp4_w4a4_llama"))
     assert model.config.quantization_config.quant_method == "mxquant"
@@ -129,7 +129,7 @@ def test_the_config_is_not_taken_for_transformers_own() -> None:
     assert model.generate(ids, max_new_tokens=3, do_sample=False).shape == (2, 6)
 
 
-def test_summary_says_where_it_comes_from() -> None:
+def test_summary_tells_what_the_checkpoint_left_unquantized() -> None:
     found = summary(from_pretrained(folder("quark_mxfp4_w4a4_llama")))
     assert len(found.quantized) == 14
     assert {row.name: row.reason for row in found.skipped} == dict.fromkeys(
@@ -137,7 +137,7 @@ def test_summary_says_where_it_comes_from() -> None:
     )
 
 
-def test_transformers_saves_and_loads_it(tmp_path: Path) -> None:
+def test_transformers_saves_and_loads_the_model(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     model = from_pretrained(folder("quark_mxfp4_w4a4_mixtral"))
@@ -147,14 +147,14 @@ def test_transformers_saves_and_loads_it(tmp_path: Path) -> None:
         assert torch.equal(again(ids).logits, model(ids).logits)
 
 
-def test_a_backend_is_used_or_refused() -> None:
+def test_named_backend_is_used_or_refused() -> None:
     model = from_pretrained(folder("ct_mxfp4a16_llama"), backend="emulation")
     assert model.model.layers[0].mlp.up_proj.weight.backend == "emulation"
     with pytest.raises(ValueError, match="typo"):
         from_pretrained(folder("ct_mxfp4a16_llama"), backend="typo")
 
 
-def test_a_plain_checkpoint_is_loaded_too(tmp_path: Path) -> None:
+def test_unquantized_checkpoint_is_loaded(tmp_path: Path) -> None:
     copy(folder("ct_mxfp4a16_llama"), tmp_path)
     state = load_state(folder("ct_mxfp4a16_llama"))
     plain = {n: t.dequantize() if isinstance(t, MXTensor) else t for n, t in state.items()}
@@ -192,14 +192,14 @@ def change_tensors(at: Path, change) -> None:  # type: ignore[no-untyped-def]
         (lambda state: state.update({"model.norm.weight": torch.ones(65)}), r"has shape \(65,\)"),
     ],
 )
-def test_a_wrong_tensor_is_named(change, named: str, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+def test_error_names_the_wrong_tensor(change, named: str, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     copy(folder("ct_mxfp4a16_llama"), tmp_path)
     change_tensors(tmp_path, change)
     with pytest.raises(ValueError, match=named):
         from_pretrained(tmp_path)
 
 
-def test_a_missing_expert_is_named(tmp_path: Path) -> None:
+def test_error_names_the_missing_expert(tmp_path: Path) -> None:
     copy(folder("quark_mxfp4_w4a4_mixtral"), tmp_path)
 
     def change(state: dict[str, Tensor]) -> None:
@@ -211,13 +211,13 @@ def test_a_missing_expert_is_named(tmp_path: Path) -> None:
         from_pretrained(tmp_path)
 
 
-def test_without_a_config_there_is_no_model(tmp_path: Path) -> None:
+def test_missing_config_is_refused(tmp_path: Path) -> None:
     save_file({"w": torch.ones(2)}, tmp_path / "model.safetensors")
     with pytest.raises(FileNotFoundError, match=r"config\.json"):
         from_pretrained(tmp_path)
 
 
-def test_torch_dtype_is_dtype() -> None:
+def test_torch_dtype_is_accepted_for_dtype() -> None:
     """transformers' former name of it would be dropped without a word."""
     name = "quark_mxfp4_w4a4_llama"
     assert from_pretrained(folder(name), torch_dtype=torch.float32).dtype == torch.float32
@@ -227,6 +227,6 @@ def test_torch_dtype_is_dtype() -> None:
 
 
 @pytest.mark.parametrize("option", ["subfolder", "revision", "quantization_config"])
-def test_an_option_without_a_meaning_is_refused(option: str, tmp_path: Path) -> None:
+def test_meaningless_options_are_refused(option: str, tmp_path: Path) -> None:
     with pytest.raises(TypeError, match=f"has no use for {option}: .* give the folder"):
         from_pretrained(tmp_path, **{option: "x"})

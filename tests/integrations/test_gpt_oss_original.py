@@ -102,7 +102,7 @@ def write(at: Path, shards: int = 1, config: dict[str, Any] = CONFIG, *, index: 
 
 
 @pytest.mark.parametrize("shards, index", [(1, False), (3, False), (3, True)])
-def test_it_is_the_model_of_transformers_layout(shards: int, index: bool, tmp_path: Path) -> None:
+def test_openais_layout_gives_the_model_of_transformers_layout(shards: int, index: bool, tmp_path: Path) -> None:
     path = write(tmp_path / "original", shards, index=index)
     ours, theirs = from_pretrained(path), from_pretrained(folder(NAME))
     state = theirs.state_dict()
@@ -118,7 +118,7 @@ def test_it_is_the_model_of_transformers_layout(shards: int, index: bool, tmp_pa
     assert not torch.equal(ours(IDS).logits, theirs(IDS).logits)
 
 
-def test_saved_it_has_transformers_layout(tmp_path: Path) -> None:
+def test_openais_layout_is_saved_in_transformers_layout(tmp_path: Path) -> None:
     save_pretrained(from_pretrained(write(tmp_path / "original")), tmp_path / "saved", "gpt-oss")
     saved = load_file(tmp_path / "saved" / "model.safetensors")
     assert saved.keys() == tensors(NAME).keys()
@@ -127,7 +127,7 @@ def test_saved_it_has_transformers_layout(tmp_path: Path) -> None:
     assert torch.equal(from_pretrained(tmp_path / "saved")(IDS).logits, from_pretrained(folder(NAME))(IDS).logits)
 
 
-def test_the_config_of_the_released_model(tmp_path: Path) -> None:
+def test_config_of_the_released_model_is_translated(tmp_path: Path) -> None:
     """transformers' defaults are gpt-oss-120b's, and so are OpenAI's: they lead to one config."""
     path = write(tmp_path / "original", config=LARGE)
     layers = {f"block.{i}.attn.sinks": torch.ones(64) for i in range(36)}
@@ -141,7 +141,7 @@ def test_the_config_of_the_released_model(tmp_path: Path) -> None:
     assert AutoConfig.for_model(**smaller.checkpoint.config).to_dict() != expected.to_dict()
 
 
-def test_integers_serve_where_numbers_are_real(tmp_path: Path) -> None:
+def test_integers_are_accepted_for_real_config_values(tmp_path: Path) -> None:
     whole = CONFIG | {"swiglu_limit": 7, "rope_theta": 150000, "rope_scaling_factor": 1}
     ours, theirs = (from_pretrained(write(tmp_path / str(i), config=c)) for i, c in enumerate((whole, CONFIG)))
     assert torch.equal(ours(IDS).logits, theirs(IDS).logits)
@@ -160,7 +160,7 @@ def test_load_state_keeps_the_files_names(tmp_path: Path) -> None:
 # Refusals
 
 
-def test_a_missing_shard_is_named(tmp_path: Path) -> None:
+def test_error_names_the_missing_shard(tmp_path: Path) -> None:
     path = write(tmp_path / "original", 3)
     (path / "model--00002-of-00003.safetensors").unlink()
     with pytest.raises(ValueError, match="has 2 of 3 shards; number 2 is missing"):
@@ -189,7 +189,7 @@ def test_a_missing_shard_is_named(tmp_path: Path) -> None:
     ],
     ids=str,
 )
-def test_a_config_of_something_else_is_refused(
+def test_config_of_another_model_is_refused(
     change: dict[str, Any], error: type[Exception], named: str, tmp_path: Path
 ) -> None:
     config = {name: value for name, value in (CONFIG | change).items() if value is not None}

@@ -84,7 +84,7 @@ def mixtral(folder: Path, layers: int, hidden: int, inner: int) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="peak memory is read from Linux's /proc")
-def test_merging_experts_takes_the_model_and_one_stack(tmp_path: Path) -> None:
+def test_peak_memory_of_merging_experts_is_the_model_and_one_stack(tmp_path: Path) -> None:
     """Of 12 layers. One stack is there as parts, as two halves and whole; 24 MB are the skeleton, the allocator's and
     the first pages of each tensor. Were sources kept, the peak would be 80 MB higher.
     """
@@ -96,7 +96,7 @@ def test_merging_experts_takes_the_model_and_one_stack(tmp_path: Path) -> None:
     assert peak < total + 3 * largest + 24 * MEGABYTE
 
 
-def test_values_of_the_merged_experts(tmp_path: Path) -> None:
+def test_merged_experts_have_the_files_values(tmp_path: Path) -> None:
     """The control: it is this model that was measured."""
     folder = mixtral(tmp_path / "small", 1, 64, 64)
     state, model = load_state(folder), from_pretrained(folder, device_map={"": "cpu"})

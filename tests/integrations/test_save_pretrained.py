@@ -54,7 +54,7 @@ def quantization_config(at: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize("dtype", ["auto", torch.float32], ids=str)
 @pytest.mark.parametrize("name", NAMES)
-def test_loaded_and_saved_it_has_the_same_bytes(name: str, dtype: Any, tmp_path: Path) -> None:
+def test_loading_and_saving_keeps_the_bytes(name: str, dtype: Any, tmp_path: Path) -> None:
     save_pretrained(from_pretrained(folder(name), dtype=dtype), tmp_path / "saved", producer_of(name))
     assert_same_bytes(load_file(tmp_path / "saved" / "model.safetensors"), tensors(name))
     assert quantization_config(tmp_path / "saved") == quantization_config(folder(name))
@@ -82,14 +82,14 @@ def test_conversion_is_lossless_or_refused(name: str, tmp_path: Path) -> None:
             assert not target.exists()
 
 
-def test_an_mx_checkpoint_keeps_its_bytes_through_another_producer(tmp_path: Path) -> None:
+def test_mx_bytes_survive_conversion_to_another_producer_and_back(tmp_path: Path) -> None:
     name = "quark_mxfp4_w4a4_llama"
     save_pretrained(from_pretrained(folder(name)), tmp_path / "ct", "compressed-tensors")
     save_pretrained(from_pretrained(tmp_path / "ct"), tmp_path / "quark", "quark")
     assert_same_bytes(load_file(tmp_path / "quark" / "model.safetensors"), tensors(name))
 
 
-def test_a_changed_model_has_a_config_of_its_own(tmp_path: Path) -> None:
+def test_changed_model_gets_a_new_config(tmp_path: Path) -> None:
     """The checkpoint's config is used again only where every weight is as it was."""
     model = from_pretrained(folder("quark_mxfp4_w4a4_llama"))
     model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone(), requires_grad=False)
@@ -102,7 +102,7 @@ def test_a_changed_model_has_a_config_of_its_own(tmp_path: Path) -> None:
     assert torch.equal(again(IDS).logits, model(IDS).logits)
 
 
-def test_a_quantized_mixture_is_taken_apart_and_merged(tmp_path: Path) -> None:
+def test_merged_experts_are_split_on_saving_and_merged_on_loading(tmp_path: Path) -> None:
     model = MixtralForCausalLM(MixtralConfig(**SMALL, num_local_experts=4)).to(torch.bfloat16).eval()
     quantize_(model, "mxfp4")
     for producer in ("mxquant", "compressed-tensors", "quark"):
@@ -119,7 +119,7 @@ def test_a_quantized_mixture_is_taken_apart_and_merged(tmp_path: Path) -> None:
     assert names.keys() == load_state(folder("quark_mxfp4_w4a4_mixtral")).keys()
 
 
-def test_nvfp4_experts_keep_a_scale_each(tmp_path: Path) -> None:
+def test_nvfp4_experts_keep_their_own_per_tensor_scales(tmp_path: Path) -> None:
     model = MixtralForCausalLM(MixtralConfig(**SMALL, num_local_experts=4)).to(torch.bfloat16).eval()
     quantize_(model, {"weight": "nvfp4", "activation": None})
     save_pretrained(model, tmp_path / "saved", "modelopt")
@@ -145,7 +145,7 @@ def test_tied_weights_are_written_once_and_stay_tied(tmp_path: Path) -> None:
         assert again.lm_head.weight is again.model.embed_tokens.weight
 
 
-def test_transformers_loads_what_we_save_as_our_own(tmp_path: Path) -> None:
+def test_transformers_loads_native_files(tmp_path: Path) -> None:
     model = small_llama()
     quantize_(model, {"linear": "mxfp4", "re:.*down_proj": "nvfp4"})
     save_pretrained(model, tmp_path / "saved", max_shard_bytes=20_000)
@@ -207,7 +207,7 @@ def test_compressed_tensors_loads_tied_weights(tmp_path: Path) -> None:
         ({"weight": "nvfp4", "activation": None, "rotation": 16}, "modelopt", "its rotation in blocks of 16"),
     ],
 )
-def test_what_would_be_lost_is_said(config: Any, producer: str, lost: str, tmp_path: Path) -> None:
+def test_error_says_what_would_be_lost(config: Any, producer: str, lost: str, tmp_path: Path) -> None:
     model = small_llama()
     quantize_(model, config)
     with pytest.raises(NotImplementedError, match=lost):
@@ -215,7 +215,7 @@ def test_what_would_be_lost_is_said(config: Any, producer: str, lost: str, tmp_p
     assert not any(tmp_path.iterdir())
 
 
-def test_saving_by_itself_names_what_to_call(tmp_path: Path) -> None:
+def test_other_writers_raise_and_name_save_pretrained(tmp_path: Path) -> None:
     """transformers' own writer, of a model that `quantize_` quantized, and safetensors'."""
     model = small_llama()
     quantize_(model, "mxfp4")
@@ -225,7 +225,7 @@ def test_saving_by_itself_names_what_to_call(tmp_path: Path) -> None:
         save_file(model.state_dict(), tmp_path / "model.safetensors")
 
 
-def test_a_partial_block_is_refused(tmp_path: Path) -> None:
+def test_partial_block_is_refused_outside_native_files(tmp_path: Path) -> None:
     model = LlamaForCausalLM(LlamaConfig(**SMALL | {"intermediate_size": 72})).to(torch.bfloat16)
     quantize_(model, "mxfp4")
     with pytest.raises(NotImplementedError, match="partial block of 32"):
@@ -237,7 +237,7 @@ def test_a_partial_block_is_refused(tmp_path: Path) -> None:
     )
 
 
-def test_wrong_arguments_are_named(tmp_path: Path) -> None:
+def test_wrong_arguments_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="'gguf'"):
         save_pretrained(small_llama(), tmp_path / "saved", "gguf")
     with pytest.raises(ValueError, match="none of the tensors is quantized"):
@@ -298,7 +298,7 @@ def test_a_link_to_a_folder_stays_one(tmp_path: Path) -> None:
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["elsewhere", "link"]
 
 
-def test_saving_over_itself(tmp_path: Path) -> None:
+def test_model_is_saved_over_its_own_files(tmp_path: Path) -> None:
     """A model whose weights are views of the files that are replaced; a tokenizer beside them stays."""
     model = small_llama()
     quantize_(model, "mxfp4")
