@@ -25,12 +25,12 @@ from mxquant.checkpoints.compare import Comparison, TensorDifference, compare
 from mxquant.checkpoints.files import without_duplicates
 from mxquant.config import resolve_mapping
 from mxquant.explanation import explain
-from mxquant.formats import ACTIVATION_FORMATS, WEIGHT_FORMATS, get_format
+from mxquant.formats import ACTIVATION_FORMATS, FORMAT_ALIASES, WEIGHT_FORMATS, get_format
 from mxquant.scheme import Scheme
 from mxquant.tables import text_table
 
 _ERRORS = (ValueError, TypeError, NotImplementedError, OSError, ImportError, RuntimeError)
-_FORMATS = (*WEIGHT_FORMATS, "mxfp6", "mxfp8")
+_FORMATS = (*WEIGHT_FORMATS, *FORMAT_ALIASES)
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
@@ -122,7 +122,7 @@ def _add_quantize(commands: Any) -> None:
     what.add_argument("--config", metavar="FILE", help="JSON as quantize_ takes it: a mapping from kinds and names")
     command.add_argument(
         "--activation",
-        choices=("same", "none", *ACTIVATION_FORMATS, "mxfp6", "mxfp8"),
+        choices=("same", "none", *ACTIVATION_FORMATS, *FORMAT_ALIASES),
         help="with --format: 'same' (the default), 'none' for weight-only, or another format",
     )
     writers = [name for name in PRODUCERS if name != "torchao"]
