@@ -26,6 +26,8 @@ from mxquant.checkpoints.files import without_duplicates
 from mxquant.config import resolve_mapping
 from mxquant.explanation import explain
 from mxquant.formats import ACTIVATION_FORMATS, FORMAT_ALIASES, WEIGHT_FORMATS, get_format
+from mxquant.integrations.parameters import parameters_of
+from mxquant.integrations.streaming import quantize_checkpoint
 from mxquant.scheme import Scheme
 from mxquant.tables import text_table
 
@@ -142,8 +144,6 @@ def _size(text: str) -> int:
 
 
 def _run_quantize(options: argparse.Namespace) -> _Answer:
-    from mxquant.integrations.streaming import quantize_checkpoint
-
     def progress(names: Iterable[str]) -> Iterable[str]:
         from tqdm.auto import tqdm
 
@@ -273,8 +273,6 @@ def _row(content: Content, name: str) -> dict[str, Any]:
 
 
 def _run_report(options: argparse.Namespace) -> _Answer:
-    from mxquant.integrations.parameters import parameters_of
-
     differences: list[TensorDifference] = []
     whole = Comparison()
     for found in compare(options.first, options.second, parameters_of):
