@@ -25,11 +25,13 @@ from mxquant.checkpoints.compare import Comparison, TensorDifference, compare
 from mxquant.checkpoints.files import without_duplicates
 from mxquant.config import resolve_mapping
 from mxquant.explanation import explain
-from mxquant.formats import ACTIVATION_FORMATS, WEIGHT_FORMATS, get_format
+from mxquant.formats import ACTIVATION_FORMATS, FORMAT_ALIASES, WEIGHT_FORMATS, get_format
+from mxquant.integrations.parameters import parameters_of
+from mxquant.integrations.streaming import quantize_checkpoint
 from mxquant.tables import text_table
 
 _ERRORS = (ValueError, TypeError, NotImplementedError, OSError, ImportError, RuntimeError)
-_FORMATS = (*WEIGHT_FORMATS, "mxfp6", "mxfp8")
+_FORMATS = (*WEIGHT_FORMATS, *FORMAT_ALIASES)
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
@@ -121,7 +123,7 @@ def _add_quantize(commands: Any) -> None:
     what.add_argument("--config", metavar="FILE", help="JSON as quantize_ takes it: a mapping from kinds and names")
     command.add_argument(
         "--activation",
-        choices=("same", "none", *ACTIVATION_FORMATS, "mxfp6", "mxfp8"),
+        choices=("same", "none", *ACTIVATION_FORMATS, *FORMAT_ALIASES),
         help="with --format: 'same' (the default), 'none' for weight-only, or another format",
     )
     command.add_argument(
@@ -144,8 +146,6 @@ def _size(text: str) -> int:
 
 
 def _run_quantize(options: argparse.Namespace) -> _Answer:
-    from mxquant.integrations.streaming import quantize_checkpoint
-
     def progress(names: Iterable[str]) -> Iterable[str]:
         from tqdm.auto import tqdm
 
@@ -276,8 +276,6 @@ def _row(content: Content, name: str) -> dict[str, Any]:
 
 
 def _run_report(options: argparse.Namespace) -> _Answer:
-    from mxquant.integrations.parameters import parameters_of
-
     differences: list[TensorDifference] = []
     whole = Comparison()
     for found in compare(options.first, options.second, parameters_of):

@@ -43,7 +43,9 @@ def _on_gpu(tensor: Tensor) -> bool:
 
 
 def _runs_kernels(*tensors: Tensor) -> bool:
-    """Whether a kernel may stand in for torch's operators: where no graph is traced and nothing needs a gradient."""
+    """Whether a kernel may take the place of torch operators that are traced and differentiated: not while either
+    happens, and only on GPUs with bf16.
+    """
     if not _on_gpu(tensors[0]) or is_traced(*tensors) or not _has_bfloat16(tensors[0].device):
         return False
     return not (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors))
@@ -63,7 +65,7 @@ def quantize_blocks(
     canonical_zero: bool = False,
     rotation: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Quantize `x` [..., K] along its last axis, as `mxquant.formats.quantize_blocks`.
+    """Quantize `x` [..., K] along its last axis, as `mxquant.formats.quantize_blocks`. Not differentiable.
 
     Args:
         rotation: the block size: rotate each block first, in fp32; K is a multiple of it.
@@ -89,7 +91,10 @@ def quantize_blocks(
 
 
 def hadamard(x: Tensor, size: int, dtype: torch.dtype) -> Tensor:
-    """`mxquant.reference.hadamard` of `x` [..., K], computed in fp32 (fp64 for fp64) and rounded once to `dtype`."""
+    """`mxquant.reference.hadamard` of `x` [..., K], computed in fp32 (fp64 for fp64) and rounded once to `dtype`.
+
+    Not differentiable.
+    """
     if _on_gpu(x) and not is_traced(x):
         import mxquant.kernels.quantize.hadamard as kernel
 

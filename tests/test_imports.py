@@ -59,9 +59,6 @@ HEAVY = {"triton", "transformers", "accelerate", "rich", "tqdm", "matplotlib", "
 OPTIONAL = HEAVY | {"filelock"}
 """What a function may import: these, and modules of the package that import one of these at their top."""
 
-TO_MEND = ("mxquant/cli.py",)
-"""Files and folders that still have other late imports, or functions with too many parameters."""
-
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
 MAX_PARAMETERS = 9
@@ -76,10 +73,6 @@ SOURCES = MODULES + sorted(
 
 def relative(path: Path) -> str:
     return path.relative_to(ROOT).as_posix()
-
-
-def is_to_mend(path: Path) -> bool:
-    return relative(path).startswith(TO_MEND)
 
 
 def module_of(path: Path) -> str:
@@ -150,12 +143,7 @@ def needs_optional(module: str) -> bool:
 
 def import_graph() -> dict[str, set[str]]:
     """The modules that each module imports, in functions too."""
-    return {
-        module: {
-            one.module for one in imports_in(module) if one.module in PATHS and not (one.is_late and is_to_mend(path))
-        }
-        for module, path in PATHS.items()
-    }
+    return {module: {one.module for one in imports_in(module) if one.module in PATHS} for module in PATHS}
 
 
 def is_entry_point(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
@@ -240,8 +228,7 @@ def test_a_circle_is_noticed() -> None:
 
 @pytest.mark.parametrize("module", PATHS)
 def test_functions_import_only_what_is_optional(module: str) -> None:
-    if not is_to_mend(PATHS[module]):
-        assert [one for one in imports_in(module) if one.is_late and not needs_optional(one.module)] == []
+    assert [one for one in imports_in(module) if one.is_late and not needs_optional(one.module)] == []
 
 
 def test_which_modules_need_what_is_optional() -> None:
@@ -253,7 +240,7 @@ def test_which_modules_need_what_is_optional() -> None:
 
 def test_few_functions_have_many_parameters() -> None:
     """Kernels and registered operators aside, whose parameters can only be listed."""
-    sources = {relative(path): path.read_text() for path in MODULES if not is_to_mend(path)}
+    sources = {relative(path): path.read_text() for path in MODULES}
     found = {name: signatures for name, source in sources.items() if (signatures := long_signatures(source))}
     assert sum(map(len, found.values())) <= MAX_LONG_SIGNATURES, found
 

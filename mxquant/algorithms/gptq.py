@@ -87,9 +87,10 @@ def _quantize(w_NK: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
 
 def _units(scale: Tensor, grid: Grid) -> Tensor:
     """The value of one unit of the element grid for each scale byte, [N, ...]."""
-    if grid.per_tensor_scale is None:
+    if grid.format.scale_format == "e8m0":
         return e8m0_to_float(scale)
     per_tensor = grid.per_tensor_scale
+    assert per_tensor is not None
     if per_tensor.numel() > 1:
         per_tensor = per_tensor.view(-1, *[1] * (scale.dim() - 1))
     return e4m3_to_float(scale) * per_tensor

@@ -42,8 +42,8 @@ def save_state(
 
     Raises:
         TypeError: `state` is not a mapping of names to tensors.
-        ValueError: an unknown producer, nothing in `state` is quantized, a tensor is sparse or on device "meta", two tensors
-            would have one name in the files, or `source` is damaged.
+        ValueError: an unknown producer, nothing in `state` is quantized, a tensor is sparse or on device "meta", two
+            tensors would have one name in the files, or `source` is damaged.
         NotImplementedError: the producer's files are only read, or cannot hold a weight; the message says what would be
             lost.
         FileExistsError: `path` is a file, or a folder that cannot be replaced.

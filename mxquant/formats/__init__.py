@@ -7,6 +7,7 @@ from mxquant.formats.scale import nvfp4_per_tensor_scale, nvfp4_row_scale
 from mxquant.formats.spec import (
     ACTIVATION_FORMATS,
     ELEMENT_FORMATS,
+    FORMAT_ALIASES,
     FORMATS,
     WEIGHT_FORMATS,
     ElementFormat,
@@ -19,6 +20,7 @@ __all__ = [
     "ACTIVATION_FORMATS",
     "ELEMENT_FORMATS",
     "FORMATS",
+    "FORMAT_ALIASES",
     "WEIGHT_FORMATS",
     "ElementFormat",
     "Format",

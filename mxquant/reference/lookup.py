@@ -22,7 +22,7 @@ from mxquant.formats.table import kept_table
 _ENTRY_DTYPES = {4: torch.int32, 8: torch.int64, 16: torch.complex128}
 
 # Elements decoded at a time on a CPU: the buffers between packed bytes and values stay in the L2 cache.
-_PIECE = 1 << 19
+_CHUNK = 1 << 19
 
 
 def _codes_per_word(element: ElementFormat) -> int:
@@ -77,20 +77,20 @@ def decoded_rows(
     source = qdata if fmt.element.bits == 6 else _as_words(qdata)
     values = torch.empty(step, blocks, fmt.block_size, dtype=dtype, device=qdata.device)
     columns = slice(block_offset, block_offset + length)
-    height = min(step, max(1, _PIECE // values[0].numel())) if qdata.device.type == "cpu" else step
-    whole = _Piece.empty(height, values.shape[1:], source.shape[1], fmt.element, table, dtype)
+    height = min(step, max(1, _CHUNK // values[0].numel())) if qdata.device.type == "cpu" else step
+    whole = _Buffers.empty(height, values.shape[1:], source.shape[1], fmt.element, table, dtype)
     for start in range(0, rows, step):
         stop = min(start + step, rows)
         for first in range(start, stop, height):
             part = slice(first, min(first + height, stop))
-            piece = whole if part.stop - first == height else whole.head(part.stop - first)
-            _fill_words(piece.targets, source[part])
-            torch.index_select(table, 0, piece.words, out=piece.entries)
-            torch.mul(piece.decoded, scales[part], out=values[first - start : part.stop - start])
+            buffers = whole if part.stop - first == height else whole.head(part.stop - first)
+            _fill_words(buffers.targets, source[part])
+            torch.index_select(table, 0, buffers.words, out=buffers.entries)
+            torch.mul(buffers.decoded, scales[part], out=values[first - start : part.stop - start])
         yield slice(start, stop), values[: stop - start].flatten(1)[:, columns]
 
 
-class _Piece(NamedTuple):
+class _Buffers(NamedTuple):
     """The buffers between packed bytes and values, for some rows."""
 
     targets: Tensor
@@ -105,7 +105,7 @@ class _Piece(NamedTuple):
     @classmethod
     def empty(
         cls, rows: int, shape: torch.Size, width: int, element: ElementFormat, table: Tensor, dtype: torch.dtype
-    ) -> _Piece:
+    ) -> _Buffers:
         """`width`: of the rows that `_fill_words` is given."""
         count = shape.numel() // _codes_per_word(element)
         words = torch.zeros(rows, count, dtype=torch.int32, device=table.device)
@@ -114,9 +114,9 @@ class _Piece(NamedTuple):
         targets = words[:, : 2 * groups].unflatten(1, (groups, 2)) if element.bits == 6 else words[:, :width]
         return cls(targets, words.view(-1), entries, entries.view(dtype).view(rows, *shape))
 
-    def head(self, rows: int) -> _Piece:
+    def head(self, rows: int) -> _Buffers:
         count = rows * (self.words.numel() // self.targets.shape[0])
-        return _Piece(self.targets[:rows], self.words[:count], self.entries[:count], self.decoded[:rows])
+        return _Buffers(self.targets[:rows], self.words[:count], self.entries[:count], self.decoded[:rows])
 
 
 def _as_words(qdata: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
+from kernels.bits import bits
 from mxquant.formats import FORMATS, WEIGHT_FORMATS, get_format
 from mxquant.formats.block import dequantize_blocks
 from mxquant.formats.block import quantize_blocks as quantize_twin
@@ -116,8 +117,6 @@ def assert_same_bits(ours: Tensor, expected: Tensor) -> None:
     """Equal bit by bit, every NaN alike."""
     assert ours.shape == expected.shape
     assert ours.dtype == expected.dtype
-    ours = ours.cpu()
     if ours.is_floating_point():
-        integer = torch.int16 if ours.element_size() == 2 else torch.int32
-        ours, expected = (t.contiguous().masked_fill(t.isnan(), torch.nan).view(integer) for t in (ours, expected))
-    assert torch.equal(ours, expected)
+        ours, expected = bits(ours), bits(expected)
+    assert torch.equal(ours.cpu(), expected)

@@ -125,14 +125,14 @@ def mxquant_dequantize(
     row = (tile // tiles_per_row).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     first = (tile % tiles_per_row) * (COLUMNS * STEPS)
     keep_row = row < rows
-    place = tl.arange(0, UNIT)[None, None, :]
+    index = tl.arange(0, UNIT)[None, None, :]
     for step in tl.static_range(STEPS):
         unit = first + step * COLUMNS + tl.arange(0, COLUMNS)[None, :]
         inside = keep_row & (unit * UNIT < block_offset + length)
         codes = _load_codes(
             source_ptr + row * row_stride,
             unit,
-            place,
+            index,
             column_stride,
             inside,
             source_columns,
@@ -143,7 +143,7 @@ def mxquant_dequantize(
         byte = tl.load(block, mask=inside, other=0).to(tl.int32)
         block_scale = e4m3_to_float(byte) if SCALE == "e4m3" else e8m0_to_float(byte)
         value = decode(codes, EXPONENT_BITS, MANTISSA_BITS, MAX_CODE) * block_scale[:, :, None]
-        column = unit[:, :, None] * UNIT + place - block_offset
+        column = unit[:, :, None] * UNIT + index - block_offset
         keep = keep_row[:, :, None] & (column >= 0) & (column < length)
         tl.store(values_ptr + row[:, :, None] * length + column, from_fp32(value, DTYPE), mask=keep)
 
@@ -152,7 +152,7 @@ def mxquant_dequantize(
 def _load_codes(
     row_ptr: tl.tensor,
     unit: tl.tensor,
-    place: tl.tensor,
+    index: tl.tensor,
     column_stride: tl.tensor,
     inside: tl.tensor,
     source_columns: tl.tensor,
@@ -162,18 +162,18 @@ def _load_codes(
     """The codes of units, int32 [rows, units, UNIT], with other bits above them; `row_ptr` points to words or bytes."""
     tl.static_assert(UNIT == 8)
     if BITS == 8:
-        byte = unit[:, :, None] * UNIT + place
+        byte = unit[:, :, None] * UNIT + index
         keep = inside[:, :, None] & (byte < source_columns)
         codes = tl.load(row_ptr[:, :, None] + byte * column_stride, mask=keep, other=0).to(tl.int32)
     elif BITS == 4:
-        codes = _load_bits(row_ptr, unit * 4, column_stride, inside, source_columns, 4)[:, :, None] >> (4 * place)
+        codes = _load_bits(row_ptr, unit * 4, column_stride, inside, source_columns, 4)[:, :, None] >> (4 * index)
     else:
         low = _load_bits(row_ptr, unit * 6, column_stride, inside, source_columns, 4)
         high = _load_bits(row_ptr, unit * 6 + 4, column_stride, inside, source_columns, 2)
         # Eight codes are two groups of 24 bits.
         second = ((low >> 24) & 0xFF) | (high << 8)
-        group = tl.where(place < 4, low[:, :, None], second[:, :, None])
-        codes = group >> (6 * (place & 3))
+        group = tl.where(index < 4, low[:, :, None], second[:, :, None])
+        codes = group >> (6 * (index & 3))
     return codes
 
 

@@ -129,17 +129,17 @@ class Plan:
         return result
 
     def _keep(self, compiled: Sequence[CompiledKernel], tensors: Iterable[str]) -> None:
-        places = {name: place for place, name in enumerate(tensors, 1)}  # after the stream
+        positions = {name: position for position, name in enumerate(tensors, 1)}  # after the stream
         fixed: list[Any] = []
 
         def keep(value: Any) -> int:
             fixed.append(value)
-            return len(places) + len(fixed)
+            return len(positions) + len(fixed)
 
         launches = []
         for step, kernel in zip(self._steps, compiled, strict=True):
             run, before = entry(kernel)
-            arguments = [places[a] if isinstance(a, str) else keep(a) for a in step.arguments]
+            arguments = [positions[a] if isinstance(a, str) else keep(a) for a in step.arguments]
             # Each constexpr has a placeholder.
             constants = [None] * (len(step.kernel.ordinary.params) - len(arguments))
             picked = *map(keep, (*step.grid, 1, 1)[:3]), 0, *map(keep, before), *arguments, *map(keep, constants)

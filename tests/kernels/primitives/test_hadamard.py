@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.bits import bits
 from mxquant.kernels.primitives.hadamard import hadamard_block
 from mxquant.kernels.primitives.thread_block import fp32_values, load_block
 from mxquant.reference.hadamard import hadamard
@@ -29,16 +30,12 @@ def in_registers(x: Tensor) -> Tensor:
     return y
 
 
-def same_bits(a: Tensor, b: Tensor) -> bool:
-    return torch.equal(*(t.cpu().masked_fill(t.cpu().isnan(), torch.nan).view(torch.int32) for t in (a, b)))
-
-
 @pytest.mark.parametrize("size", [16, 32])
 def test_the_bits_of_the_twin(size: int, device: torch.device) -> None:
     x = torch.randn(BLOCKS, size) * torch.exp2(torch.randint(-30, 30, (BLOCKS, size)))
     x[0, 3], x[1, 5], x[2], x[3, :2] = torch.nan, torch.inf, 2.0**127, torch.tensor([torch.inf, -torch.inf])
     x[4], x[5] = torch.randn(size) * 2.0**-140, 0.0
-    assert same_bits(in_registers(x.to(device)), hadamard(x, size))
+    assert torch.equal(bits(in_registers(x.to(device))), bits(hadamard(x, size)))
 
 
 @pytest.mark.parametrize("size", [16, 32])
@@ -50,5 +47,5 @@ def test_another_order_of_stages_gives_other_bits(size: int, device: torch.devic
     another = hadamard(x[:, reversed_bits], size)[:, reversed_bits]
     torch.testing.assert_close(another, hadamard(x, size), rtol=0, atol=1e-5)  # of sums of 32 near 1, in fp32
     ours = in_registers(x.to(device))
-    assert not same_bits(ours, another)
-    assert not same_bits(ours, x)
+    assert not torch.equal(bits(ours), bits(another))
+    assert not torch.equal(bits(ours), bits(x))

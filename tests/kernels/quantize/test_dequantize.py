@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from kernels.bits import bits
 from mxquant.formats import FORMATS, get_format
 from mxquant.formats.block import dequantize_blocks
 from mxquant.formats.pack import pack_codes
@@ -22,12 +23,6 @@ def random_operand(name: str, rows: int, length: int, device: torch.device) -> t
     qdata = torch.randint(0, 256, (rows, fmt.packed_size(length)), dtype=torch.uint8)
     scale = torch.randint(0, 256, (rows, fmt.num_blocks(length)), dtype=torch.uint8)
     return qdata.to(device), scale.to(device)
-
-
-def bits(x: Tensor) -> Tensor:
-    """The bit pattern, every NaN alike."""
-    integer = torch.int16 if x.element_size() == 2 else torch.int32
-    return x.contiguous().masked_fill(x.isnan(), torch.nan).view(integer).cpu()
 
 
 def check(name: str, qdata: Tensor, scale: Tensor, length: int, offset: int, dtype: torch.dtype) -> None:

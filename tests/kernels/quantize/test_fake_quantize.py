@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from kernels.bits import bits
 from mxquant.formats import FORMATS, get_format, resolve_scale_mode
 from mxquant.kernels.quantize.fake_quantize import FORMATS as KERNEL_FORMATS
 from mxquant.kernels.quantize.fake_quantize import fake_quantize
@@ -16,12 +17,6 @@ INPUT_DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 DTYPES = [torch.bfloat16, torch.float32]
 MX_FORMATS = [name for name in KERNEL_FORMATS if FORMATS[name].scale_format == "e8m0"]
 ROW_SCALED = [name for name in KERNEL_FORMATS if name not in MX_FORMATS]
-
-
-def bits(x: Tensor) -> Tensor:
-    """The bit pattern, every NaN alike."""
-    integer = torch.int16 if x.element_size() == 2 else torch.int32
-    return x.contiguous().masked_fill(x.isnan(), torch.nan).view(integer).cpu()
 
 
 def check(x: Tensor, name: str, mode: str | None, dtype: torch.dtype, static_scale: Tensor | None = None) -> None:

@@ -2,18 +2,12 @@
 
 import pytest
 import torch
-from torch import Tensor
 
+from kernels.bits import bits
 from mxquant.kernels.quantize.hadamard import hadamard
 from mxquant.reference.hadamard import hadamard as twin
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
-
-
-def bits(x: Tensor) -> Tensor:
-    """The bit pattern in fp32, every NaN alike."""
-    x = x.float().cpu()
-    return x.masked_fill(x.isnan(), torch.nan).view(torch.int32)
 
 
 @pytest.mark.parametrize("to", [torch.bfloat16, torch.float16, torch.float32])
