@@ -1,5 +1,5 @@
-"""What every test shares: a fixed seed, one thread, no tuned routes; `matmul_reference` beside this file asserts as the
-tests do.
+"""What every test shares: a fixed seed, one thread, an empty tuning cache; `matmul_reference` beside this file asserts
+as the tests do.
 """
 
 from __future__ import annotations

@@ -5,6 +5,8 @@
 
 `mxquant.tune` writes the file. A process reads it once, at the first matmul that could use it, and never fails there: a
 file that is damaged, or of another device or other versions, is not used, with a warning.
+
+NOTE: kernel choices were called routes. The file's key and name stay, so that files on disk are still read.
 """
 
 from __future__ import annotations
