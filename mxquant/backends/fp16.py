@@ -42,7 +42,8 @@ class FP16(TunableBackend):
         if reason := reject_device(problem):
             return reason
         if problem.weight != "mxfp4" or problem.activation is not None:
-            return "multiplies MXFP4 weights by bfloat16 only"
+            given = f"{problem.weight} weights by {problem.activation or 'unquantized'} activations"
+            return f"multiplies MXFP4 weights by bfloat16 only; this is {given}"
         return reject_shape(problem)
 
     def kernel_choices(self, problem: Problem, rows: int) -> tuple[KernelChoice, ...]:

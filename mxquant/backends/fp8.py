@@ -41,7 +41,8 @@ class FP8(TunableBackend):
         if reason := reject_device(problem):
             return reason
         if problem.weight != "mxfp4" or problem.activation != "mxfp4" or problem.contraction != FORWARD:
-            return "multiplies MXFP4 by MXFP4 only, along the blocked axis"
+            given = f"{problem.weight} weights by {problem.activation or 'unquantized'} activations"
+            return f"multiplies MXFP4 by MXFP4 only, along the blocked axis; this is {given}"
         return reject_shape(problem)
 
     def kernel_choices(self, problem: Problem, rows: int) -> tuple[KernelChoice, ...]:
