@@ -1,8 +1,8 @@
-"""Putting a complete folder where another one is, so that there is one or the other at every moment.
+"""Replace a folder by another one, so that the old or the new one is complete at every moment.
 
-Linux exchanges two folders in one step (renameat2(2) with RENAME_EXCHANGE), on most of its file systems. Elsewhere it
-takes two renames: the old folder waits beside under a name of its own, and what is killed between them is put right by
-`recover`, before the next checkpoint is written there.
+Linux exchanges two folders in one step on most file systems (renameat2(2) with RENAME_EXCHANGE). Elsewhere two renames
+are needed, and the old folder has another name in between. If the process is killed there, `recover` restores it before
+the next checkpoint is written.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ _NOT_SUPPORTED = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP)
 
 
 def atomic_replace(fresh: Path, target: Path) -> None:
-    """Make `fresh`, on the same file system, the folder `target`; what was there is gone.
+    """Move `fresh` to `target`, on the same file system. The old `target` is deleted.
 
     Raises:
-        OSError: it cannot be; `target` is as it was.
+        OSError: this is not possible; `target` is unchanged.
     """
     if not target.exists():
         fresh.rename(target)
@@ -33,10 +33,10 @@ def atomic_replace(fresh: Path, target: Path) -> None:
 
 
 def rename_exchange(first: Path, second: Path) -> bool:
-    """Exchange two folders in one step; False where the system cannot.
+    """Exchange two folders in one step; False if the system has no such call.
 
     Raises:
-        OSError: it can, and these cannot be exchanged.
+        OSError: it has, and these folders cannot be exchanged.
     """
     renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None) if sys.platform == "linux" else None
     if renameat2 is None:
@@ -49,24 +49,24 @@ def rename_exchange(first: Path, second: Path) -> bool:
 
 
 def recover(target: Path) -> None:
-    """Put back the folder that a process which was killed while it replaced `target` left beside it."""
-    waiting = _waiting(target)
-    if not waiting.is_dir():
+    """Clean up after a process that was killed while it replaced `target`."""
+    old = _set_aside(target)
+    if not old.is_dir():
         return
     if target.exists():  # killed after the second rename
-        shutil.rmtree(waiting)
+        shutil.rmtree(old)
     else:
-        waiting.rename(target)
+        old.rename(target)
 
 
 def _replace(fresh: Path, target: Path) -> None:
-    waiting = _waiting(target)
     try:
-        target.rename(waiting)
+        target.rename(_set_aside(target))
         fresh.rename(target)
     finally:
         recover(target)
 
 
-def _waiting(target: Path) -> Path:
+def _set_aside(target: Path) -> Path:
+    """Where the old folder is between the two renames."""
     return target.with_name(f".{target.name}.mxquant-replaced")

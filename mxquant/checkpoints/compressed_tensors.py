@@ -54,7 +54,7 @@ class CompressedTensors(Producer):
             )
         groups = _groups(config)
         modules = sorted(set(_modules(checkpoint)))
-        quantized = [_spec(module, _group_of(module, groups), checkpoint) for module in modules]
+        quantized = [_weight_spec(module, _group_of(module, groups), checkpoint) for module in modules]
         return Reading(quantized, kv_cache_scales(checkpoint, _KV_SCALES))
 
     def activation_scale_mode(self, activation: str) -> str | None:
@@ -191,7 +191,7 @@ def _modules(checkpoint: Checkpoint) -> Iterator[str]:
             yield name.removesuffix(".weight")
 
 
-def _spec(module: str, group: Mapping[str, Any], checkpoint: Checkpoint) -> WeightSpec:
+def _weight_spec(module: str, group: Mapping[str, Any], checkpoint: Checkpoint) -> WeightSpec:
     if (outputs := group.get("output_activations")) is not None:
         raise NotImplementedError(f"{module}: output_activations {outputs!r}: outputs are not quantized here")
     fmt = _format_of(module, group.get("weights"))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -13,8 +12,6 @@ from mxquant.checkpoints.files import Documents
 from mxquant.checkpoints.producer import Producer, module_of
 from mxquant.checkpoints.provenance import Provenance
 from mxquant.tensor import MXTensor
-
-_NONE: Mapping[str, str] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -31,7 +28,7 @@ class Encoded:
 
 
 def encode_state(
-    state: Mapping[str, Tensor], producer: Producer, provenance: Provenance | None, tied: Mapping[str, str] = _NONE
+    state: Mapping[str, Tensor], producer: Producer, provenance: Provenance | None, tied: Mapping[str, str]
 ) -> Encoded:
     """Encode a state dict, whose names are those of the files, for `producer`.
 

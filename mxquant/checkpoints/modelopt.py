@@ -69,7 +69,7 @@ class ModelOpt(Producer):
         for name in checkpoint.tensors:
             if name.rpartition(".")[2] in _UNREAD:
                 raise NotImplementedError(f"{name!r}: AWQ and SVD scale activations before a matmul, which is not read")
-        quantized = [_spec(module, config, checkpoint) for module in modules_of_bytes(checkpoint)]
+        quantized = [_weight_spec(module, config, checkpoint) for module in modules_of_bytes(checkpoint)]
         return Reading(quantized, kv_cache_scales(checkpoint, _KV_SCALES))
 
     def activation_scale_mode(self, activation: str) -> str | None:
@@ -137,7 +137,7 @@ def _described(algorithm: str) -> dict[str, Any]:
     return {"quant_algo": algorithm, "group_size": get_format(_ALGORITHMS[algorithm].format).block_size}
 
 
-def _spec(module: str, config: Mapping[str, Any], checkpoint: Checkpoint) -> WeightSpec:
+def _weight_spec(module: str, config: Mapping[str, Any], checkpoint: Checkpoint) -> WeightSpec:
     algorithm = _ALGORITHMS[_algorithm_name(module, config)]
     input_scale = f"{module}.input_scale"
     static = algorithm.static or (algorithm.static is None and input_scale in checkpoint.tensors)

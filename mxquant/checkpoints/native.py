@@ -47,7 +47,7 @@ class Native(Producer):
 
     def read(self, checkpoint: Checkpoint) -> Reading:
         described, aliases = described_in(checkpoint.headers)
-        return Reading([_spec(name, fields, checkpoint) for name, fields in described.items()], aliases=aliases)
+        return Reading([_weight_spec(name, fields, checkpoint) for name, fields in described.items()], aliases=aliases)
 
     def encode(self, name: str, weight: MXTensor, stored_scales: Mapping[str, Tensor]) -> dict[str, Tensor]:
         canonical = weight.canonical()
@@ -66,7 +66,7 @@ class Native(Producer):
         return {METADATA_KEY: json.dumps(content, sort_keys=True)}
 
 
-def _spec(name: str, fields: Any, checkpoint: Checkpoint) -> WeightSpec:
+def _weight_spec(name: str, fields: Any, checkpoint: Checkpoint) -> WeightSpec:
     metadata, shape = metadata_from_fields(fields)
     if shape is None or metadata.layout != CANONICAL:
         raise ValueError(f"the metadata of {name!r} lacks its shape, or its layout is not saved so: {fields!r}")

@@ -49,7 +49,7 @@ class Quark(Producer):
         if packing != "reorder" and any(info.dtype == "I32" for info in checkpoint.tensors.values()):
             raise NotImplementedError(f"pack_method {packing!r} is not read; export with 'reorder'")
         _check_algorithms(config)
-        quantized = [_spec(module, config) for module in modules_of_bytes(checkpoint)]
+        quantized = [_weight_spec(module, config) for module in modules_of_bytes(checkpoint)]
         return Reading(quantized, kv_cache_scales(checkpoint, _KV_SCALES))
 
     def activation_scale_mode(self, activation: str) -> str | None:
@@ -141,7 +141,7 @@ def _check_outputs(module: str, layer: Mapping[str, Any], config: Mapping[str, A
         raise NotImplementedError(f"{module}: output_tensors {outputs!r}: outputs are not quantized here")
 
 
-def _spec(module: str, config: Mapping[str, Any]) -> WeightSpec:
+def _weight_spec(module: str, config: Mapping[str, Any]) -> WeightSpec:
     layer = _layer_of(module, config)
     _check_outputs(module, layer, config)
     scheme = read_scheme(module, layer)

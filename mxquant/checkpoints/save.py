@@ -73,9 +73,7 @@ def _check_state(state: Any) -> None:
         if tensor.is_meta:
             raise ValueError(f"{name!r} is on device 'meta' and has no values to save; load it first")
         if tensor.layout != torch.strided:
-            raise ValueError(
-                f"{name!r} is of layout {tensor.layout}, which safetensors does not hold; call .to_dense()"
-            )
+            raise ValueError(f"{name!r} is {tensor.layout}, which safetensors cannot hold; call .to_dense() first")
 
 
 def _model_config(content: Content | None) -> dict[str, Any]:

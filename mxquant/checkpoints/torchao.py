@@ -45,7 +45,9 @@ class TorchAO(Producer):
             if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
                 raise ValueError(f"tensor_names in the header is {names!r}; it is a list of names")
             described |= {name: _json(header, name) for name in names}
-        return Reading([_spec(name, found) for name, found in described.items() if found.get("_type") != "Tensor"])
+        return Reading(
+            [_weight_spec(name, found) for name, found in described.items() if found.get("_type") != "Tensor"]
+        )
 
 
 def _json(header: Mapping[str, str], key: str) -> Any:
@@ -58,7 +60,7 @@ def _json(header: Mapping[str, str], key: str) -> Any:
     return content
 
 
-def _spec(name: str, described: Mapping[str, Any]) -> WeightSpec:
+def _weight_spec(name: str, described: Mapping[str, Any]) -> WeightSpec:
     kind, fields, tensors = (described.get(key) for key in ("_type", "_data", "_tensor_data_names"))
     if kind not in ("MXTensor", "NVFP4Tensor") or not isinstance(fields, dict) or not isinstance(tensors, list):
         raise NotImplementedError(f"{name} is a {kind!r} of torchao; read are MXTensor and NVFP4Tensor")

@@ -23,8 +23,8 @@ from mxquant.checkpoints.producer import Producer
 from mxquant.tensor import MXTensor
 
 MAX_SHARD_BYTES = 5 * 10**9
-_WEIGHTS = re.compile(r"model(-+\d+-of-\d+)?\.safetensors")
-"""File names of weights. An index may list others."""
+_WEIGHT_FILE = re.compile(r"model(-+\d+-of-\d+)?\.safetensors")
+"""Names of files of weights. An index may list others."""
 
 
 @contextlib.contextmanager
@@ -80,7 +80,7 @@ def _keep_others(old: Path, fresh: Path) -> None:
         return
     weights = {INDEX, *sidecar_files(), *_listed(old)}
     for file in old.iterdir():
-        is_weights = _WEIGHTS.fullmatch(file.name) or file.name in weights
+        is_weights = _WEIGHT_FILE.fullmatch(file.name) or file.name in weights
         written = fresh / file.name
         if (file.is_file() or file.is_symlink()) and not is_weights and not written.exists():
             shutil.copy2(file, written, follow_symlinks=False)

@@ -2,7 +2,7 @@
 
 For each model class, transformers has renamings and converters (`transformers.conversion_mapping`). Some tools split
 experts and name them gate_proj, up_proj and down_proj, whatever checkpoints of the model's family call them.
-`role_names` maps these names to the family's.
+`projection_names` maps these names to the family's.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from mxquant.checkpoints.load import Content
 
 CONVERSIONS = "_mxquant_conversions"
 """The attribute of a model from `from_pretrained` that holds the conversions it was loaded by, without those of
-`ROLES`."""
-ROLES = "_mxquant_expert_names"
-"""The attribute of such a model that holds `role_names` of its checkpoint."""
+`PROJECTION_NAMES`."""
+PROJECTION_NAMES = "_mxquant_expert_names"
+"""The attribute of such a model that holds `projection_names` of its checkpoint."""
 _SPLIT_EXPERT = re.compile(r"\.experts\.\d+\.(gate_proj|up_proj|down_proj)\.weight$")
-_ROLES = {"gate_up_proj": ("gate_proj", "up_proj"), "up_proj": ("up_proj",), "down_proj": ("down_proj",)}
+_PROJECTIONS = {"gate_up_proj": ("gate_proj", "up_proj"), "up_proj": ("up_proj",), "down_proj": ("down_proj",)}
 
 
 @dataclass
@@ -102,15 +102,15 @@ def _plain_config(content: Content) -> Any:
     return config
 
 
-def key_mapping(roles: Mapping[str, str]) -> dict[str, str]:
-    """`role_names` as transformers' `from_pretrained` takes renamings."""
-    return {_named(role, r"(\d+)"): rf".experts.\1.{leaf}.weight" for role, leaf in roles.items()}
+def key_mapping(projections: Mapping[str, str]) -> dict[str, str]:
+    """`projection_names` as transformers' `from_pretrained` takes renamings."""
+    return {_named(projection, r"(\d+)"): rf".experts.\1.{leaf}.weight" for projection, leaf in projections.items()}
 
 
-def with_role_names(name: str, roles: Mapping[str, str]) -> str:
+def with_projection_names(name: str, projections: Mapping[str, str]) -> str:
     """The inverse of `key_mapping` for one tensor's name."""
-    for role, leaf in roles.items():
-        renamed = re.sub(_named(leaf, r"(\d+)") + "$", rf".experts.\1.{role}.weight", name)
+    for projection, leaf in projections.items():
+        renamed = re.sub(_named(leaf, r"(\d+)") + "$", rf".experts.\1.{projection}.weight", name)
         if renamed != name:
             return renamed
     return name
@@ -120,32 +120,32 @@ def _named(leaf: str, number: str) -> str:
     return rf"\.experts\.{number}\.{leaf}\.weight"
 
 
-def loading_conversions(conversions: Iterable[Any] | None, roles: Mapping[str, str]) -> list[Any] | None:
+def loading_conversions(conversions: Iterable[Any] | None, projections: Mapping[str, str]) -> list[Any] | None:
     """The conversions that a model was loaded by, without those of `key_mapping`."""
     if conversions is None:
         return None
-    ours = set(key_mapping(roles))
+    ours = set(key_mapping(projections))
     return [entry for entry in conversions if not ours & set(entry._original_source_patterns)]
 
 
-def role_names(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
+def projection_names(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
     """What checkpoints of the model's family call gate_proj, up_proj and down_proj of split experts.
 
     Only names that differ are listed; none if `names` has no expert under those names.
     """
-    return _family_roles(model) if any(_SPLIT_EXPERT.search(name) for name in names) else {}
+    return _family_projection_names(model) if any(_SPLIT_EXPERT.search(name) for name in names) else {}
 
 
-def _family_roles(model: nn.Module) -> dict[str, str]:
+def _family_projection_names(model: nn.Module) -> dict[str, str]:
     found: dict[str, str] = {}
     for converter in get_model_conversion_mapping(model):
         if not isinstance(converter, WeightConverter) or not _merges(converter):
             continue
-        roles = _ROLES.get(converter.target_patterns[0].rpartition(".")[2], ())
-        for role, source in zip(roles, converter.source_patterns, strict=len(roles) == len(converter.source_patterns)):
+        projections = _PROJECTIONS.get(converter.target_patterns[0].rpartition(".")[2], ())
+        for projection, source in zip(projections, converter.source_patterns, strict=False):
             leaf = source.removesuffix(".weight").rpartition(".")[2]
-            if leaf != role:
-                found[role] = leaf
+            if leaf != projection:
+                found[projection] = leaf
     return found
 
 
@@ -163,7 +163,7 @@ def sources_of(model: nn.Module, names: Iterable[str]) -> dict[str, Source]:
         ValueError: a tensor belongs to no parameter, or a parameter has no tensor.
     """
     names = sorted(names, key=dot_natural_key)
-    mapping = [WeightRenaming(k, v) for k, v in key_mapping(role_names(model, names)).items()]
+    mapping = [WeightRenaming(k, v) for k, v in key_mapping(projection_names(model, names)).items()]
     mapping += get_model_conversion_mapping(model)
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
@@ -252,15 +252,17 @@ def split_experts(
         return _reverted(model, state, None)
     mapping = get_model_conversion_mapping(model)
     merging = [entry for entry in mapping if isinstance(entry, WeightConverter) and _merges(entry)]
-    roles = _family_roles(model)
-    return {with_role_names(name, roles): tensor for name, tensor in _reverted(model, state, merging).items()}
+    projections = _family_projection_names(model)
+    return {
+        with_projection_names(name, projections): tensor for name, tensor in _reverted(model, state, merging).items()
+    }
 
 
 def as_loaded(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Parameters under the names that they were loaded from by `from_pretrained`."""
-    roles = vars(model).get(ROLES) or {}
+    projections = vars(model).get(PROJECTION_NAMES) or {}
     reverted = _reverted(model, state, vars(model).get(CONVERSIONS))
-    return {with_role_names(name, roles): tensor for name, tensor in reverted.items()}
+    return {with_projection_names(name, projections): tensor for name, tensor in reverted.items()}
 
 
 def _reverted(model: Any, state: Mapping[str, Tensor], conversions: list[Any] | None) -> dict[str, Tensor]:

@@ -77,16 +77,16 @@ def from_pretrained(
     conversion.check_shapes(skeleton, content)
     config, model, sources = skeleton
     _check_static_scales(content, sources)
-    roles = conversion.role_names(model, content.names)
+    projections = conversion.projection_names(model, content.names)
     device_map, max_memory = without_disk(device_map, options.pop("max_memory", None), sources)
     del model, skeleton
     options |= {"device_map": device_map, "max_memory": max_memory}
-    options["key_mapping"] = conversion.key_mapping(roles) or None
+    options["key_mapping"] = conversion.key_mapping(projections) or None
     loaded = _load(content, config, sources, content.dtype if dtype == "auto" else dtype, options)
     _serve(loaded, backend)
     _load_generation_config(loaded, content.checkpoint.path)
     if content.quantized:
-        _mark(loaded, content, roles)
+        _mark(loaded, content, projections)
     return loaded
 
 
@@ -127,17 +127,17 @@ def _load(
     return loaded
 
 
-def _mark(model: Any, content: Content, roles: dict[str, str]) -> None:
+def _mark(model: Any, content: Content, projections: dict[str, str]) -> None:
     """Set the attributes that saving the model needs."""
-    from mxquant.integrations.conversion import CONVERSIONS, ROLES, loading_conversions
+    from mxquant.integrations.conversion import CONVERSIONS, PROJECTION_NAMES, loading_conversions
     from mxquant.integrations.transformers import MXQuantConfig, MXQuantizer
 
     model.config.quantization_config = MXQuantConfig()
     model.hf_quantizer = MXQuantizer(model.config.quantization_config, pre_quantized=True)
     model.is_quantized, model.quantization_method = True, "mxquant"
     # NOTE: transformers' own `save_pretrained` must not split merged experts, so it finds no conversions.
-    conversions = loading_conversions(vars(model).get("_weight_conversions"), roles)
-    remembered = {PROVENANCE: Provenance.of(content), CONVERSIONS: conversions, ROLES: roles}
+    conversions = loading_conversions(vars(model).get("_weight_conversions"), projections)
+    remembered = {PROVENANCE: Provenance.of(content), CONVERSIONS: conversions, PROJECTION_NAMES: projections}
     vars(model).update(remembered | {"_weight_conversions": []})
 
 

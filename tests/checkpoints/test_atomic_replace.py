@@ -79,7 +79,7 @@ def test_interrupt_between_two_renames_keeps_the_old_folder(
 @pytest.mark.parametrize("has_new", [False, True])
 def test_recovers_what_a_killed_process_left(has_new: bool, tmp_path: Path) -> None:
     target = saved(tmp_path / "a")
-    target.rename(atomic_module._waiting(target))
+    target.rename(tmp_path / ".a.mxquant-replaced")
     if has_new:
         saved(target)
     with pytest.raises(RuntimeError), replacing(target):
@@ -111,6 +111,23 @@ def test_a_folder_with_a_damaged_index_is_replaced(tmp_path: Path) -> None:
     assert names(target) == [WEIGHTS]
 
 
+def test_a_folder_with_subfolders_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "home" / "letters").mkdir(parents=True)
+    with pytest.raises(FileExistsError, match="letters"):
+        save(tmp_path / "home")
+    assert names(tmp_path) == ["home"]
+    assert names(tmp_path / "home") == ["letters"]
+
+
+def test_a_link_to_a_folder_stays_a_link(tmp_path: Path) -> None:
+    saved(tmp_path / "elsewhere")
+    (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
+    save(tmp_path / "link")
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "elsewhere" / WEIGHTS).read_text() == "new"
+    assert names(tmp_path) == ["elsewhere", "link"]
+
+
 def test_current_folder_and_mount_points_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target = saved(tmp_path / "a")
     monkeypatch.chdir(target)
@@ -120,9 +137,7 @@ def test_current_folder_and_mount_points_are_refused(tmp_path: Path, monkeypatch
     assert names(target) == [WEIGHTS]
 
 
-def test_complete_folder_is_kept_if_it_cannot_replace_the_target(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_complete_folder_is_kept_if_it_cannot_be_moved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As at a bind mount, which looks like any folder until it is renamed."""
 
     def busy(first: Path, second: Path) -> bool:

@@ -38,6 +38,11 @@ def assert_same_state(actual: dict[str, Tensor], expected: dict[str, Tensor]) ->
             assert torch.equal(actual[name], tensor), name
 
 
+def header(at: Path) -> dict[str, str]:
+    with safe_open(at / "model.safetensors", "pt") as file:
+        return dict(file.metadata())
+
+
 def weight(fmt: str = "mxfp4", **options: Any) -> MXTensor:
     return quantize(torch.randn(4, 64, dtype=torch.bfloat16), fmt, **options)
 
@@ -75,9 +80,10 @@ def test_saving_again_gives_the_same_files(producer: str, tmp_path: Path) -> Non
     first, second = tmp_path / "first", tmp_path / "second"
     save_state(STATES[producer] | {"norm.weight": torch.randn(4)}, first, producer)
     save_state(load_state(first), second, producer)
-    assert {file.name: file.read_bytes() for file in first.iterdir()} == {
-        file.name: file.read_bytes() for file in second.iterdir()
-    }
+    assert_same_bytes(load_file(second / "model.safetensors"), load_file(first / "model.safetensors"))
+    assert header(second) == header(first)
+    configs = [{file.name: file.read_bytes() for file in at.glob("*.json")} for at in (first, second)]
+    assert configs[0] == configs[1]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -128,8 +134,7 @@ def test_native_files_are_those_of_flatten_state_dict(tmp_path: Path) -> None:
     flat, metadata = flatten_state_dict(state)
     save_state(state, tmp_path / "saved")
     assert_same_bytes(load_file(tmp_path / "saved" / "model.safetensors"), flat)
-    with safe_open(tmp_path / "saved" / "model.safetensors", "pt") as file:
-        assert file.metadata() == {"format": "pt"} | metadata
+    assert header(tmp_path / "saved") == {"format": "pt"} | metadata
     loaded = load_state(tmp_path / "saved")
     assert loaded["tied.weight"] is loaded["a.weight"]
 
@@ -210,6 +215,33 @@ def test_a_failed_save_leaves_the_old_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         save_state({"a.weight": weight()}, tmp_path / "saved", source=tmp_path / "nowhere")
     assert {file.name: file.read_bytes() for file in (tmp_path / "saved").iterdir()} == before
+
+
+def test_an_interrupted_save_leaves_the_old_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    state: dict[str, Tensor] = {f"{i}.weight": weight() for i in range(4)}
+    save_state(state, tmp_path / "saved")
+    before = {file.name: file.read_bytes() for file in (tmp_path / "saved").iterdir()}
+    shards = []
+
+    def interrupted(*arguments: Any) -> None:
+        shards.append(arguments)
+        if len(shards) > 2:
+            raise KeyboardInterrupt
+        save_file(*arguments)
+
+    monkeypatch.setattr("safetensors.torch.save_file", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        save_state(state, tmp_path / "saved", "quark", max_shard_bytes=200)
+    assert [file.name for file in tmp_path.iterdir()] == ["saved"]
+    assert {file.name: file.read_bytes() for file in (tmp_path / "saved").iterdir()} == before
+
+
+def test_written_files_have_default_permissions(tmp_path: Path) -> None:
+    save_state({f"{i}.weight": weight() for i in range(2)}, tmp_path / "saved", max_shard_bytes=200)
+    (tmp_path / "plain").write_text("")
+    modes = {file.name: file.stat().st_mode for file in (tmp_path / "saved").iterdir()}
+    assert len(modes) == 4
+    assert set(modes.values()) == {(tmp_path / "plain").stat().st_mode}, modes
 
 
 def test_a_checkpoint_may_be_saved_over_itself(tmp_path: Path) -> None:

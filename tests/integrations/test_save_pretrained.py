@@ -184,7 +184,7 @@ def test_compressed_tensors_loads_tied_weights(tmp_path: Path) -> None:
     assert torch.equal(theirs(IDS).logits, model(IDS).logits)
 
 
-# Refusals, and an interrupted save
+# Refusals
 
 
 @pytest.mark.parametrize(
@@ -245,57 +245,6 @@ def test_wrong_arguments_are_refused(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="transformers model; got Linear"):
         save_pretrained(torch.nn.Linear(2, 2), tmp_path / "saved")  # type: ignore[arg-type]
     assert not any(tmp_path.iterdir())
-
-
-def test_an_interrupted_save_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = small_llama()
-    quantize_(model, "mxfp4")
-    save_pretrained(model, tmp_path / "saved")
-    before = {file.name: file.read_bytes() for file in (tmp_path / "saved").iterdir()}
-    from mxquant.checkpoints.write import ShardWriter
-
-    flush, calls = ShardWriter._flush, []
-
-    def interrupted(writer: ShardWriter) -> None:
-        calls.append(1)
-        if len(calls) > 2:
-            raise KeyboardInterrupt
-        flush(writer)
-
-    monkeypatch.setattr(ShardWriter, "_flush", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        save_pretrained(model, tmp_path / "saved", "compressed-tensors", max_shard_bytes=20_000)
-    assert [file.name for file in tmp_path.iterdir()] == ["saved"]
-    assert {file.name: file.read_bytes() for file in (tmp_path / "saved").iterdir()} == before
-
-
-def test_a_folder_of_other_things_is_not_replaced(tmp_path: Path) -> None:
-    model = small_llama()
-    quantize_(model, "mxfp4")
-    (tmp_path / "home" / "letters").mkdir(parents=True)
-    with pytest.raises(FileExistsError, match="letters"):
-        save_pretrained(model, tmp_path / "home")
-    assert [entry.name for entry in tmp_path.iterdir()] == ["home"]
-
-
-def test_files_are_as_readable_as_any(tmp_path: Path) -> None:
-    model = small_llama()
-    quantize_(model, "mxfp4")
-    save_pretrained(model, tmp_path / "saved", max_shard_bytes=20_000)
-    (tmp_path / "plain").write_text("")
-    modes = {file.name: file.stat().st_mode for file in (tmp_path / "saved").iterdir()}
-    assert set(modes.values()) == {(tmp_path / "plain").stat().st_mode}, modes
-
-
-def test_a_link_to_a_folder_stays_one(tmp_path: Path) -> None:
-    model = small_llama()
-    quantize_(model, "mxfp4")
-    (tmp_path / "elsewhere").mkdir()
-    (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
-    save_pretrained(model, tmp_path / "link")
-    assert (tmp_path / "link").is_symlink()
-    assert torch.equal(from_pretrained(tmp_path / "elsewhere")(IDS).logits, model(IDS).logits)
-    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["elsewhere", "link"]
 
 
 def test_model_is_saved_over_its_own_files(tmp_path: Path) -> None:
