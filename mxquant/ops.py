@@ -46,7 +46,8 @@ def _runs_kernels(*tensors: Tensor) -> bool:
     """Whether a kernel may take the place of torch operators that are traced and differentiated: not while either
     happens, and only on GPUs with bf16.
     """
-    if not _on_gpu(tensors[0]) or is_traced(*tensors) or not _has_bfloat16(tensors[0].device):
+    # NOTE: is_traced comes before has_triton, which Dynamo cannot trace.
+    if not tensors[0].is_cuda or is_traced(*tensors) or not has_triton() or not _has_bfloat16(tensors[0].device):
         return False
     return not (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors))
 
@@ -95,7 +96,7 @@ def hadamard(x: Tensor, size: int, dtype: torch.dtype) -> Tensor:
 
     Not differentiable.
     """
-    if _on_gpu(x) and not is_traced(x):
+    if not is_traced(x) and _on_gpu(x):
         import mxquant.kernels.quantize.hadamard as kernel
 
         if kernel.reject(size, x.dtype, dtype) is None:
