@@ -13,7 +13,7 @@ from mxquant.algorithms.blockwise import Batch
 from mxquant.algorithms.calibrate import calibrate
 from mxquant.algorithms.output_sqnr import output_sqnr_db
 from mxquant.algorithms.resume import SavedStages, open_stages
-from mxquant.backends import select as select_backend
+from mxquant.backends import select_backend
 from mxquant.config import resolve_mapping
 from mxquant.modules.experts_layouts import experts_layout
 from mxquant.modules.quantize_target import (

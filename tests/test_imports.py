@@ -187,7 +187,7 @@ def test_imports_go_one_way(path: Path) -> None:
         "from mxquant.tensor import MXTensor",
         "from mxquant import api",
         "import mxquant",
-        "def late():\n    from mxquant.backends.registry import select",
+        "def late():\n    from mxquant.backends.registry import select_backend",
     ],
 )
 def test_a_wrong_import_is_noticed(source: str) -> None:

@@ -8,7 +8,7 @@ from mxquant.backends.registry import (
     get_backend,
     list_backends,
     register_backend,
-    select,
+    select_backend,
     unregister_backend,
 )
 
@@ -28,6 +28,6 @@ __all__ = [
     "backend_of_layout",
     "list_backends",
     "register_backend",
-    "select",
+    "select_backend",
     "unregister_backend",
 ]

@@ -108,7 +108,7 @@ def _reject(backend: Backend, problem: Problem) -> str | None:
     return reason
 
 
-def select(problem: Problem, requested: str = "auto") -> Backend:
+def select_backend(problem: Problem, requested: str = "auto") -> Backend:
     """The first backend that takes `problem`; or the requested one, even if the weight is not in its layout.
 
     Raises:

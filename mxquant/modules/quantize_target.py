@@ -14,8 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from mxquant.backends import Operand
-from mxquant.backends import select as select_backend
+from mxquant.backends import Operand, select_backend
 from mxquant.config import _MXConfig
 from mxquant.formats import get_format
 from mxquant.modules.experts import ExpertsLayout

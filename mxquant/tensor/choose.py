@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 
 from mxquant.backends.base import ANY_LAYOUT, CANONICAL, FORWARD, Backend, Problem
-from mxquant.backends.registry import get_backend, preferences, select
+from mxquant.backends.registry import get_backend, preferences, select_backend
 from mxquant.reference.gated_activation import GatedActivation
 from mxquant.scheme import Scheme
 from mxquant.tensor.metadata import Metadata
@@ -87,7 +87,7 @@ def choose_backend(weight: MXTensor, problem: Problem) -> tuple[Backend, MXTenso
     Raises:
         ValueError: the backend that the weight asks for cannot compute it, or cannot hold its values.
     """
-    backend = select(problem, requested_backend(weight))
+    backend = select_backend(problem, requested_backend(weight))
     prepared = in_layout_of(backend, weight)
     if prepared is None:
         raise ValueError(

@@ -16,7 +16,16 @@ from torch import Tensor
 
 import mxquant
 from mxquant import EmulatedMXTensor, MXTensor, list_backends, quantize, register_backend
-from mxquant.backends import ANY_LAYOUT, Backend, Operand, Problem, candidates, registry, select, unregister_backend
+from mxquant.backends import (
+    ANY_LAYOUT,
+    Backend,
+    Operand,
+    Problem,
+    candidates,
+    registry,
+    select_backend,
+    unregister_backend,
+)
 from mxquant.formats import get_format, resolve_scale_mode
 from mxquant.scheme import Scheme
 from mxquant.tensor import as_weight
@@ -85,8 +94,8 @@ def test_emulation_is_last_and_takes_everything() -> None:
     assert list_backends()[-1] == "emulation"
     register_backend(Doubling)
     assert list_backends()[-2:] == ["doubling", "emulation"]
-    assert select(problem(activation=None, activation_scale_mode=None)).name == "doubling"
-    assert select(problem()).name == "emulation"
+    assert select_backend(problem(activation=None, activation_scale_mode=None)).name == "doubling"
+    assert select_backend(problem()).name == "emulation"
 
 
 def test_before_names_the_backend_to_precede() -> None:
@@ -180,7 +189,7 @@ def test_auto_takes_the_native_backend_first() -> None:
 
 def message(requested: str, **changes: object) -> str:
     with pytest.raises(ValueError) as caught:
-        select(problem(**changes), requested)
+        select_backend(problem(**changes), requested)
     return textwrap.fill(str(caught.value), 100)
 
 
@@ -240,7 +249,7 @@ def test_selection_never_raises_and_always_finds_something(device: str, capabili
             assert [name for name, _ in answers] == list_backends()
             assert answers[-1] == ("emulation", None)
             assert all(reason is None or (isinstance(reason, str) and reason) for _, reason in answers)
-            assert select(asked).name == next(name for name, reason in answers if reason is None)
+            assert select_backend(asked).name == next(name for name, reason in answers if reason is None)
 
 
 ROCM = {"gfx90a": (9, 0), "gfx942": (9, 4), "gfx950": (9, 5)}  # as torch.cuda.get_device_capability gives them
@@ -258,7 +267,7 @@ def test_nvidia_kernels_decline_amd_gpus(architecture: str, monkeypatch: pytest.
                 activation=activation, activation_scale_mode="even" if activation else None,
                 device=torch.device("cuda"), capability=ROCM[architecture], layout=ANY_LAYOUT,
             )  # fmt: skip
-            assert select(asked).name in ("triton", "emulation")
+            assert select_backend(asked).name in ("triton", "emulation")
             for name, reason in candidates(asked):
                 assert name in ("triton", "emulation") or (reason is not None and "NVIDIA" in reason)
     finally:
@@ -274,7 +283,7 @@ def test_tensor_core_backends_take_their_own_capability_only(capability: tuple[i
             activation=activation, activation_scale_mode=mode, device=torch.device("cuda"), capability=capability,
             layout=ANY_LAYOUT,
         )  # fmt: skip
-        chosen = select(asked).name
+        chosen = select_backend(asked).name
         if capability == (9, 0):
             assert chosen == ("fp8" if activation else "fp16" if "fp16" in list_backends() else "triton")
         else:
@@ -290,7 +299,7 @@ def test_tensor_core_backends_take_their_own_capability_only(capability: tuple[i
 def test_unusual_problems_find_a_backend(changes: dict[str, object]) -> None:
     for device, capability in DEVICES:
         asked = problem(device=torch.device(device), capability=capability, **changes)
-        assert select(asked).reject(asked) is None
+        assert select_backend(asked).reject(asked) is None
 
 
 def test_problems_are_hashable_and_describe_themselves() -> None:
@@ -322,7 +331,7 @@ def test_emulation_on_an_accelerator_is_logged_once(caplog: pytest.LogCaptureFix
     registry.preferences.cache_clear()
     with caplog.at_level(logging.DEBUG, logger="mxquant"):
         for k in (64, 96, 128):
-            select(problem(device=torch.device("cuda"), capability=(7, 5), in_features=k))
+            select_backend(problem(device=torch.device("cuda"), capability=(7, 5), in_features=k))
     assert len(caplog.records) == 1
     assert caplog.records[0].levelno == logging.WARNING
     assert "emulat" in caplog.text
@@ -332,8 +341,8 @@ def test_emulation_on_an_accelerator_is_logged_once(caplog: pytest.LogCaptureFix
 def test_emulation_on_a_cpu_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:
     registry.preferences.cache_clear()
     with caplog.at_level(logging.DEBUG, logger="mxquant"):
-        select(problem())
-        select(problem(device=torch.device("meta")))
+        select_backend(problem())
+        select_backend(problem(device=torch.device("meta")))
     assert not caplog.records
 
 
