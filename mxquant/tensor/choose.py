@@ -50,7 +50,7 @@ def problem_of(
         metadata.block_offset,
         dtype,
         device,
-        _capability(device),
+        _compute_capability(device),
         contraction,
         metadata.layout,
         experts,
@@ -64,13 +64,12 @@ _weight_alone = functools.cache(Scheme)
 
 @functools.lru_cache(maxsize=4096)
 def with_gate(problem: Problem, gate: GatedActivation) -> Problem:
-    """The problem with `gate` applied to the input first."""
     return dataclasses.replace(problem, gate=gate)
 
 
 @functools.cache
-def _capability(device: torch.device) -> tuple[int, int] | None:
-    """Of a CUDA device that is here, else None. Cached: asking takes longer than the rest of a description."""
+def _compute_capability(device: torch.device) -> tuple[int, int] | None:
+    """Of a CUDA device that is here, else None. NOTE: cached; asking takes longer than the rest of a description."""
     if device.type != "cuda" or not torch.cuda.is_available():
         return None
     return torch.cuda.get_device_capability(device)

@@ -75,7 +75,7 @@ def quantize(
     if per_tensor_scale is not None:
         per_tensor_scale = _physical_per_tensor_scale(fmt, per_tensor_scale, x, axis)
     raises = nonfinite == "raise"
-    run = torch.ops.mxquant.quantize if is_traced(physical) else _quantize
+    run = torch.ops.mxquant.quantize if is_traced(physical) else _quantize_last_axis
     qdata, scale, *rest = run(physical, fmt.name, mode, per_tensor_scale, canonical_zero, raises, rotation)
     operand = Operand(qdata, scale, *(rest or [per_tensor_scale]))
     return MXTensor(operand, Metadata(scheme, axis, x.dtype), x.shape)
@@ -121,7 +121,7 @@ def _physical_per_tensor_scale(fmt: Format, scale: Tensor, x: Tensor, axis: int)
     return scale.movedim(axis, -1)
 
 
-def _quantize(
+def _quantize_last_axis(
     x: Tensor,
     format: str,
     mode: str,
@@ -149,7 +149,7 @@ def _quantize(
     return [qdata, scale, *computed]
 
 
-@torch.library.custom_op("mxquant::quantize", _quantize, mutates_args=()).register_fake
+@torch.library.custom_op("mxquant::quantize", _quantize_last_axis, mutates_args=()).register_fake
 def _(x: Tensor, format: str, mode: str, per_tensor_scale: Tensor | None, *rest: Any) -> list[Tensor]:
     fmt, (*lead, length) = get_format(format), x.shape
     qdata = x.new_empty(*lead, fmt.packed_size(length), dtype=torch.uint8)

@@ -1,7 +1,6 @@
 """From the plain tensors of an MXTensor to the values that they stand for.
 
-While a graph is traced, dequantizing is an opaque operator: a compiler's own arithmetic (fused multiply-adds,
-approximate divisions) would not give the same bytes. In eager the function is called directly.
+While a graph is traced, this is an opaque operator, for the reason that `construct` gives.
 """
 
 from __future__ import annotations

@@ -11,21 +11,13 @@ FUNCTIONS: dict[Any, Callable[..., Any]] = {}
 """Python function -> eager short cut, which may return NotImplemented to leave the call to the dispatcher."""
 
 
-def implements(*operators: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Register a function as the implementation of aten `operators` on an MXTensor."""
+def implements(
+    *operators: Any, table: dict[Any, Callable[..., Any]] = OPERATORS
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Register a function as the implementation of `operators` on an MXTensor, in `OPERATORS` or `FUNCTIONS`."""
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
-        OPERATORS.update(dict.fromkeys(operators, function))
+        table.update(dict.fromkeys(operators, function))
         return function
-
-    return register
-
-
-def implements_function(function: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Register an eager short cut for a Python `function` such as F.linear."""
-
-    def register(implementation: Callable[..., Any]) -> Callable[..., Any]:
-        FUNCTIONS[function] = implementation
-        return implementation
 
     return register

@@ -101,30 +101,20 @@ def copy_(destination: Tensor, source: Tensor, non_blocking: bool = False) -> Te
     return destination
 
 
-@implements(aten.new_zeros.default)
-def new_zeros(tensor: MXTensor, size: Sequence[int], **options: Any) -> MXTensor:
+@implements(aten.new_zeros.default, aten.zeros_like.default)
+def zeros_like(tensor: MXTensor, size: Sequence[int] | None = None, **options: Any) -> MXTensor:
     """Quantized zeros in the same format, blocked along the same axis counted from the end."""
-    return _new(tensor, size, torch.Tensor.new_zeros, **options)
+    return _allocate_like(tensor, size, torch.Tensor.new_zeros, **options)
 
 
-@implements(aten.zeros_like.default)
-def zeros_like(tensor: MXTensor, **options: Any) -> MXTensor:
-    return _new(tensor, tensor.shape, torch.Tensor.new_zeros, **options)
+@implements(aten.new_empty.default, aten.empty_like.default)
+def empty_like(tensor: MXTensor, size: Sequence[int] | None = None, **options: Any) -> MXTensor:
+    return _allocate_like(tensor, size, torch.Tensor.new_empty, **options)
 
 
-@implements(aten.new_empty.default)
-def new_empty(tensor: MXTensor, size: Sequence[int], **options: Any) -> MXTensor:
-    return _new(tensor, size, torch.Tensor.new_empty, **options)
-
-
-@implements(aten.empty_like.default)
-def empty_like(tensor: MXTensor, **options: Any) -> MXTensor:
-    return _new(tensor, tensor.shape, torch.Tensor.new_empty, **options)
-
-
-def _new(
+def _allocate_like(
     tensor: MXTensor,
-    size: Sequence[int],
+    size: Sequence[int] | None,
     make: Callable[..., Tensor],
     *,
     dtype: torch.dtype | None = None,
@@ -134,6 +124,7 @@ def _new(
     """Ignores `layout`, `pin_memory` and `memory_format` in `options`: the inner tensors are contiguous bytes."""
     tensor = tensor.canonical()
     fmt = block_format(tensor)
+    size = tensor.shape if size is None else size
     # A tensor of the same shape will hold the same bytes. Another begins at a block border.
     offset = tensor.metadata.block_offset if tuple(size) == tuple(tensor.shape) else 0
     dtype = tensor.metadata.dtype if dtype is None else check_dtype(dtype)

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mxquant.tensor.dispatch import implements, implements_function
+from mxquant.tensor.dispatch import FUNCTIONS, implements
 from mxquant.tensor.mxtensor import MXTensor
 from mxquant.tensor.product import product
 from mxquant.tensor.views import index_select
@@ -19,7 +19,7 @@ from mxquant.tensor.views import index_select
 aten = torch.ops.aten
 
 
-@implements_function(F.linear)
+@implements(F.linear, table=FUNCTIONS)
 def linear_eager(x: Any, weight: Any, bias: Any = None) -> Any:
     """F.linear without its way through autograd and views, where nothing needs a gradient or a cast."""
     if type(x) is not Tensor or not isinstance(weight, MXTensor) or weight.dim() != 2:

@@ -37,6 +37,14 @@ def check_dtype(dtype: torch.dtype) -> torch.dtype:
     return dtype
 
 
+def check_version(version: object) -> None:
+    """Refuse metadata of another version than this one's, with a ValueError."""
+    if version != VERSION:
+        raise ValueError(
+            f"metadata version {version!r} is unknown, this is mxquant's version {VERSION}; update mxquant"
+        )
+
+
 def physical_shape(shape: Sequence[int], axis: int) -> tuple[int, ...]:
     """A logical shape with the blocked axis moved to the end, as the inner tensors have it."""
     physical = list(shape)
@@ -68,10 +76,7 @@ class Metadata:
     version: int = VERSION
 
     def __post_init__(self) -> None:
-        if self.version != VERSION:
-            raise ValueError(
-                f"metadata version {self.version!r} is unknown, this is mxquant's version {VERSION}; update mxquant"
-            )
+        check_version(self.version)
         if self.scheme.rotation is not None and self.block_offset:
             raise ValueError(
                 f"a rotated tensor is cut at multiples of {self.scheme.rotation}, its rotation, not "
@@ -104,27 +109,19 @@ class Metadata:
 
 @functools.lru_cache(maxsize=4096)
 def metadata_from_json(text: str) -> tuple[Metadata, tuple[int, ...] | None]:
-    """The inverse of `Metadata.to_json`: the metadata, and the shape or None.
-
-    Raises:
-        ValueError: not JSON of the known fields, or an unknown version.
-    """
+    """The inverse of `Metadata.to_json`. Raises what `metadata_from_fields` does, and ValueError if not JSON."""
     return metadata_from_fields(json.loads(text))
 
 
 def metadata_from_fields(fields: Any) -> tuple[Metadata, tuple[int, ...] | None]:
-    """`metadata_from_json` of the parsed JSON object.
+    """The metadata, and the shape or None, from the object that `Metadata.to_json` describes.
 
     Raises:
         ValueError: a field is missing, unknown or of the wrong kind, or the version is unknown.
     """
     if not isinstance(fields, dict):
         raise ValueError(f"metadata of a quantized tensor is a JSON object; got {fields!r}")
-    if fields.get("version") != VERSION:
-        raise ValueError(
-            f"metadata version {fields.get('version')!r} is unknown, this is mxquant's version {VERSION}; update "
-            "mxquant"
-        )
+    check_version(fields.get("version"))
     fields = dict(fields)
     shape = fields.pop("shape", None)
     if unknown := fields.keys() - _FIELDS:

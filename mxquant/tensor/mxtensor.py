@@ -27,12 +27,11 @@ _SHARED_ACTIVATION_SCALE = (
     "one static activation scale for %d experts: the range of each one's own activations is lost. Give one for each "
     "expert where there are such, or none to have them computed at run time"
 )
-_INNER = ("qdata", "scale", "per_tensor_scale", "activation_scale")
 _NO_MEMORY = 1 << 62  # beyond what processors and GPUs can address
 # NOTE: increase it when an operator of `torch.ops.mxquant` changes its arguments: compile caches on users' disks hold
 # graphs that call the old one.
 _OPERATORS = 4
-_OWN_ATTRIBUTES = frozenset((*_INNER, "metadata", "backend", "_is_param"))
+_OWN_ATTRIBUTES = frozenset((*Operand._fields, "metadata", "backend", "_is_param"))
 
 
 class MXTensor(torch.Tensor):
@@ -291,14 +290,14 @@ class MXTensor(torch.Tensor):
     # The protocol of wrapper subclasses.
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[Metadata, str]]:
-        return [name for name in _INNER if getattr(self, name) is not None], (self.metadata, self.backend)
+        return [name for name in Operand._fields if getattr(self, name) is not None], (self.metadata, self.backend)
 
     @classmethod
     def __tensor_unflatten__(
         cls, inner: dict[str, Tensor], context: tuple[Metadata, str], outer_size: Sequence[int], outer_stride: Any
     ) -> MXTensor:
         metadata, backend = context
-        operand = Operand(*(inner.get(name) for name in _INNER))  # type: ignore[arg-type]
+        operand = Operand(*(inner.get(name) for name in Operand._fields))  # type: ignore[arg-type]
         return cls(operand, metadata, outer_size, backend)
 
     def _stable_hash_for_caching(self) -> str:

@@ -26,10 +26,8 @@ from mxquant.tensor.metadata import DTYPES, logical_shape, metadata_from_json, p
 from mxquant.tensor.mxtensor import MXTensor, block_format
 from mxquant.tensor.views import view
 
-GateArguments = tuple[bool | None, float | None, float | None]
 
-
-def gate_arguments(gate: GatedActivation | None) -> GateArguments:
+def gate_arguments(gate: GatedActivation | None) -> tuple[bool | None, float | None, float | None]:
     """A gate as operators take it: interleaved, limit, alpha."""
     return (None, None, None) if gate is None else (gate.interleaved, gate.limit, gate.alpha)
 
@@ -93,16 +91,7 @@ def product(
 
 
 def _check_operands(x: Tensor, weight: MXTensor, contracted: int, bias: Tensor | None, *, gated: bool = False) -> None:
-    """Refuse operands that do not fit each other.
-
-    Args:
-        gated: the input holds gates and ups, twice as many columns.
-
-    Raises:
-        NotImplementedError: both sides are quantized, or the blocked axis is not one of the last two.
-        ValueError: sizes or devices that do not fit, or activations to quantize in other blocks than the weight's.
-        TypeError: `x` is not floating.
-    """
+    """Refuse operands that do not fit each other, with the errors of `product`."""
     if isinstance(x, MXTensor):
         raise NotImplementedError(
             f"both sides of a matmul are quantized: {x!r} and {weight!r}; call .dequantize() on one of them"
@@ -169,38 +158,25 @@ def _run(
     A weight rotated by `rotation` multiplies an input that is rotated likewise: in fp32, then rounded to its own dtype,
     and only then quantized. In dgrad the result is rotated back.
     """
-    if rotation is None or (backend.rotates and problem.contraction == FORWARD):
-        return _multiply(x, operand, bias, groups, problem, backend, is_batch)
-    if problem.contraction == FORWARD:
-        return _multiply(hadamard(x, rotation, x.dtype), operand, bias, groups, problem, backend, is_batch)
-    if bias is not None:
+    is_forward = problem.contraction == FORWARD
+    if rotation is not None and is_forward and not backend.rotates:
+        x = hadamard(x, rotation, x.dtype)
+    if rotation is not None and not is_forward and bias is not None:
         bias = hadamard(bias, rotation, torch.promote_types(bias.dtype, torch.float32))
-    y = _multiply(x, operand, bias, groups, problem, backend, is_batch)
-    return hadamard(y, rotation, y.dtype)
-
-
-def _multiply(
-    x: Tensor,
-    operand: Operand,
-    bias: Tensor | None,
-    groups: Groups | None,
-    problem: Problem,
-    backend: Backend,
-    is_batch: bool,
-) -> Tensor:
     if groups is not None:
-        return backend.grouped_matmul(x, _one_scale_each(operand), bias, groups, problem)
-    if is_batch:
+        y = backend.grouped_matmul(x, _one_scale_each(operand), bias, groups, problem)
+    elif is_batch:
         y = x.new_empty(*x.shape[:-1], problem.width)
         for index in range(y.shape[0]):
             added = None if bias is None else bias[index]
             y[index] = backend.matmul(x[index], _one_scale(operand.matrix(index)), added, problem)
-        return y
-    if x.dim() == 2:
-        return backend.matmul(x, _one_scale(operand), bias, problem)
-    *lead, contracted = x.shape
-    y = backend.matmul(x.reshape(math.prod(lead), contracted), _one_scale(operand), bias, problem)
-    return y.view(*lead, problem.width)
+    elif x.dim() == 2:
+        y = backend.matmul(x, _one_scale(operand), bias, problem)
+    else:
+        *lead, contracted = x.shape
+        y = backend.matmul(x.reshape(math.prod(lead), contracted), _one_scale(operand), bias, problem)
+        y = y.view(*lead, problem.width)
+    return y if rotation is None or is_forward else hadamard(y, rotation, y.dtype)
 
 
 def _one_scale(operand: Operand) -> Operand:

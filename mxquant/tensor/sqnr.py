@@ -13,12 +13,9 @@ _CHUNK_ELEMENTS = 1 << 20
 
 
 def sqnr_db(reference: Tensor, quantized: Tensor) -> float:
-    """20 log10(|reference| / |reference - quantized|), where either may be an MXTensor.
+    """20 log10(|reference| / |reference - quantized|) of two tensors of one shape; either may be an MXTensor.
 
     Rows are compared in chunks, on the device of `quantized`, so that no tensor is dequantized whole.
-
-    Args:
-        reference, quantized: of one shape.
 
     Returns:
         decibels; inf if all values are equal, -inf if they are not and `reference` is zero.

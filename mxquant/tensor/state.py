@@ -15,8 +15,8 @@ from torch import Tensor
 
 from mxquant.backends.base import Operand
 from mxquant.tensor.checks import check_operand
-from mxquant.tensor.dispatch import implements_function
-from mxquant.tensor.metadata import VERSION, metadata_from_fields, metadata_from_json
+from mxquant.tensor.dispatch import FUNCTIONS, implements
+from mxquant.tensor.metadata import VERSION, check_version, metadata_from_fields, metadata_from_json
 from mxquant.tensor.mxtensor import EmulatedMXTensor, MXTensor
 
 METADATA_KEY = "mxquant"
@@ -130,10 +130,7 @@ def parse_metadata(metadata: Mapping[str, str]) -> tuple[dict[str, Any], dict[st
         raise ValueError(
             f"the {METADATA_KEY!r} metadata is damaged ({error}): {metadata[METADATA_KEY][:80]!r}"
         ) from error
-    if version != VERSION:
-        raise ValueError(
-            f"metadata version {version!r} is unknown, this is mxquant's version {VERSION}; update mxquant"
-        )
+    check_version(version)
     return described, aliases
 
 
@@ -164,13 +161,9 @@ for _cls in (MXTensor, EmulatedMXTensor):
 torch.serialization.add_safe_globals([rebuild, MXTensor, EmulatedMXTensor])
 
 
-@implements_function(torch.Tensor.storage)
+@implements(torch.Tensor.storage, table=FUNCTIONS)
 def storage(tensor: MXTensor) -> NoReturn:
-    """Refuse: an MXTensor has no storage. safetensors' `save_file` and transformers' `save_pretrained` ask for one.
-
-    Raises:
-        TypeError: always.
-    """
+    """Refuse: an MXTensor has no storage. safetensors' `save_file` and transformers' `save_pretrained` ask for one."""
     raise TypeError(
         f"{tensor!r} has no storage that could be written as it is; save a transformers model with "
         "mxquant.save_pretrained(model, path), a state dict with torch.save, or what flatten_state_dict makes of it"

@@ -21,6 +21,7 @@ from mxquant.tensor.dispatch import implements
 from mxquant.tensor.mxtensor import MXTensor, block_format, brief
 
 aten = torch.ops.aten
+_PICKING = "picking indices along the blocked axis"
 
 
 def _refuse(tensor: MXTensor, what: str) -> NoReturn:
@@ -135,17 +136,23 @@ def split(tensor: MXTensor, size: int, dim: int = 0) -> list[MXTensor]:
 
 @implements(aten.select.int)
 def select(tensor: MXTensor, dim: int, index: int) -> MXTensor:
-    tensor = _indexable(tensor, dim)
-    lead = _lead(tensor, dim)
-    if lead is None:
-        _refuse(tensor, "selecting one index of the blocked axis")
+    tensor, lead = _indexable(tensor, dim, "selecting one index of the blocked axis")
     return _drop_axis(tensor, map_lead(tensor, lambda inner: inner.select(lead, index), lead), dim)
 
 
-def _indexable(tensor: MXTensor, dim: int) -> MXTensor:
-    """The tensor in a layout that can be indexed along `dim`: canonical, or any if it is a stack indexed by matrix."""
+def _indexable(tensor: MXTensor, dim: int, action: str) -> tuple[MXTensor, int]:
+    """The tensor in a layout that can be indexed along `dim`, and the physical position of that axis.
+
+    Any layout can, if the tensor is a stack that is indexed by matrix. Else it is the canonical one.
+
+    Raises:
+        NotImplementedError: `dim` is the blocked axis.
+    """
+    lead = _lead(tensor, dim)
+    if lead is None:
+        _refuse(tensor, action)
     is_stack = tensor.dim() == 3 and tensor.axis != -3 and dim in (0, -3)
-    return tensor if is_stack else tensor.canonical()
+    return tensor if is_stack else tensor.canonical(), lead
 
 
 def _drop_axis(tensor: MXTensor, operand: Operand, dim: int) -> MXTensor:
@@ -220,10 +227,7 @@ def expand(tensor: MXTensor, size: Sequence[int], *, implicit: bool = False) -> 
 
 @implements(aten.index_select.default)
 def index_select(tensor: MXTensor, dim: int, index: Tensor) -> MXTensor:
-    tensor = _indexable(tensor, dim)
-    lead = _lead(tensor, dim)
-    if lead is None:
-        _refuse(tensor, "picking indices along the blocked axis")
+    tensor, lead = _indexable(tensor, dim, _PICKING)
     shape = list(tensor.shape)
     shape[dim] = index.numel()
     return tensor.rewrap(map_lead(tensor, lambda inner: inner.index_select(lead, index), lead), shape=shape)
@@ -236,10 +240,11 @@ def index(tensor: MXTensor, indices: Sequence[Tensor | None]) -> MXTensor:
     if len(given) != 1:
         _refuse(tensor, f"indexing with {len(given)} index tensors")
     dim, ids = given[0]
-    tensor = _indexable(tensor, dim) if ids.dim() == 1 else tensor.canonical()
-    lead = _lead(tensor, dim)
-    if lead is None or (ids.dtype == torch.bool and ids.dim() != 1):
-        _refuse(tensor, "picking indices along the blocked axis")
+    if ids.dim() != 1:
+        tensor = tensor.canonical()
+        if ids.dtype == torch.bool:
+            _refuse(tensor, _PICKING)
+    tensor, lead = _indexable(tensor, dim, _PICKING)
     picked: list[Any] = [slice(None)] * lead + [ids]
     operand = map_lead(tensor, lambda inner: inner[tuple(picked)], lead)
     added = operand.qdata.dim() - tensor.qdata.dim()
