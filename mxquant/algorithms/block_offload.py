@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
-from types import TracebackType
 from typing import Any, cast
 
 import torch
@@ -49,9 +48,7 @@ class BlockOffload:
     def __enter__(self) -> BlockOffload:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._unload()
 
     def keep_on_device(self, target: Target) -> None:

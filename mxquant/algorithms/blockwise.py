@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -38,25 +39,17 @@ class _NotAChain(Exception):
     """A block's input is not the output of the block before it."""
 
 
+@dataclass(eq=False)
 class Stage:
-    """A block, or the whole model, with its arguments for every batch.
+    """A block, or the whole model."""
 
-    `units` are the modules that move to the compute device one at a time: the block itself, or the blocks of a model.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        module: nn.Module,
-        calls: Sequence[Call],
-        offload: BlockOffload,
-        units: Sequence[nn.Module] | None = None,
-    ) -> None:
-        self.name = name
-        self.module = module
-        self.calls = list(calls)
-        self.offload = offload
-        self.units = [module] if units is None else list(units)
+    name: str
+    module: nn.Module
+    calls: list[Call]
+    """Its arguments for every batch."""
+    offload: BlockOffload
+    units: list[nn.Module] = field(default_factory=list)
+    """The modules that move to the compute device one at a time, such as the blocks of a model; empty: the module."""
 
     def run(self, after_batch: Callable[[], None], *, wants_outputs: bool = False) -> list[Any]:
         """Run the module on every batch.
@@ -66,7 +59,7 @@ class Stage:
             `wants_outputs`.
         """
         outputs = []
-        with self.offload.offloaded(self.module, self.units) as device:
+        with self.offload.offloaded(self.module, self.units or [self.module]) as device:
             for call in self.calls:
                 args, kwargs = clone_call(call, device)
                 try:
@@ -80,7 +73,7 @@ class Stage:
 
     def first_batch(self) -> Stage:
         """The same stage with its first batch only."""
-        return Stage(self.name, self.module, self.calls[:1], self.offload, self.units)
+        return replace(self, calls=self.calls[:1])
 
 
 def model_stage(model: nn.Module, batches: Sequence[Batch], offload: BlockOffload | None = None) -> Stage:

@@ -48,9 +48,9 @@ def calibrate(
         saved: finished stages are read from it instead of computed; others are written to it.
         device: where blocks run one at a time and quantized weights stay; None: the model's device.
     """
-    sequential = all(_settings(target.config).sequential for target in targets)
     offload = BlockOffload(model, device, targets)
-    replacing = _Replacer(replace, offload)
+    is_sequential = all(_settings(target.config).sequential for target in targets)
+    calibration = _Calibration(replace, offload, saved, is_sequential)
     left = dict.fromkeys(targets)
     names = [target.name for target in targets]
     targets.clear()
@@ -60,27 +60,25 @@ def calibrate(
         if stages:
             whole.units = [stage.module for stage in stages]
         outside = [target for target in left if not any(_is_inside(target, stage) for stage in stages)]
-        if sequential and stages and (before := _targets_before(stages[0].module, whole, outside)):
+        if is_sequential and stages and (before := _targets_before(stages[0].module, whole, outside)):
             for target in before:
                 del left[target]
             number = len(stages) + 1
             stages.clear()  # their captured inputs are those of the original weights
-            _quantize_or_resume(number, whole, before, sequential, replacing, saved, wants_outputs=False)
+            calibration.quantize_or_resume(number, whole, before)
             stages = block_stages(model, whole, names)
         for index, stage in enumerate(stages):
             inside = [target for target in left if _is_inside(target, stage)]
             for target in inside:
                 del left[target]
             wants_outputs = any(saved is None or number not in saved for number in range(index + 1, len(stages)))
-            outputs = _quantize_or_resume(
-                index, stage, inside, sequential, replacing, saved, wants_outputs=wants_outputs
-            )
+            outputs = calibration.quantize_or_resume(index, stage, inside, wants_outputs=wants_outputs)
             if wants_outputs:
                 feed_next(outputs, stages[index + 1])
             stage.calls.clear()
         if left:
-            _quantize_or_resume(len(stages), whole, list(left), sequential, replacing, saved, wants_outputs=False)
-    replacing.warn_of_few_tokens()
+            calibration.quantize_or_resume(len(stages), whole, list(left))
+    calibration.warn_of_few_tokens()
 
 
 def _is_inside(target: Target, stage: Stage) -> bool:
@@ -104,77 +102,11 @@ def _targets_before(block: torch.nn.Module, whole: Stage, targets: Sequence[Targ
     return [target for inputs in first if not inputs.runs_again for target in inputs.targets]
 
 
-def _quantize_or_resume(
-    number: int,
-    stage: Stage,
-    targets: Sequence[Target],
-    sequential: bool,
-    replace: _Replacer,
-    saved: SavedStages | None,
-    *,
-    wants_outputs: bool,
-) -> list[Any]:
-    """Quantize one stage, or read its weights from `saved`. Returns outputs as `_quantize_stage` does."""
-    if saved is None or not targets:
-        return _quantize_stage(stage, targets, sequential, replace, wants_outputs=wants_outputs)
-    if number not in saved:
-        outputs = _quantize_stage(stage, targets, sequential, replace, wants_outputs=wants_outputs)
-        saved.write(number, {target.name: _quantized_weight(target) for target in targets})
-        return outputs
-    before = stage.run(lambda: None, wants_outputs=True) if wants_outputs and not sequential else []
-    weights = saved.read(number)
-    for target in targets:
-        device = stage.offload.device or target.parameter.device
-        replace(target, _lookup(_saved_matrices(weights.pop(target.name), target, device)))
-    return stage.run(lambda: None, wants_outputs=True) if wants_outputs and sequential else before
-
-
-def _quantized_weight(target: Target) -> Tensor:
-    """The parameter that has replaced the target's original one."""
-    site = target.sites[0]
-    weight = site.module._parameters[site.attribute]
-    assert weight is not None
-    return weight
-
-
 def _saved_matrices(weight: MXTensor, target: Target, device: torch.device) -> dict[int, MXTensor]:
     """The matrices of a saved weight by index, on `device`, as a `WeightQuantizer` returns them: weight-only."""
-    parts = (None if inner is None else inner.to(device) for inner in weight.operand)
-    operand = Operand(*parts)  # type: ignore[arg-type]
+    operand = weight.operand.map(lambda inner: inner.to(device))
     there = MXTensor(operand, weight.metadata, weight.shape).with_activation(None)
-    return dict(enumerate(there)) if target.sites[0].kind == "experts" else {0: there}
-
-
-def _quantize_stage(
-    stage: Stage, targets: Sequence[Target], sequential: bool, replace: _Replacer, *, wants_outputs: bool
-) -> list[Any]:
-    """Quantize the weights of one stage.
-
-    Returns:
-        the stage's outputs: before quantization, or after it if `sequential`; empty without `wants_outputs`.
-    """
-    observer, outputs = HessianObserver(targets), list[Any]()
-    try:
-        if not sequential:
-            outputs = stage.run(observer.after_batch, wants_outputs=wants_outputs)
-            for inputs in observer.groups:
-                _replace_all(inputs, replace)
-        else:
-            _find_shared_inputs(stage, observer, targets)
-            for inputs in observer.groups:
-                observer.only = inputs
-                stage.run(observer.after_batch)
-                _replace_all(inputs, replace)
-    finally:
-        observer.close()
-    observed = {target for inputs in observer.groups for target in inputs.targets}
-    for target in targets:
-        if target not in observed:
-            _logger.warning("%s: no input was seen, so it is rounded to nearest", target.name)
-            replace(target, round_to_nearest)
-    if sequential and wants_outputs:
-        return stage.run(lambda: None, wants_outputs=True)
-    return outputs
+    return dict(enumerate(there)) if target.is_experts else {0: there}
 
 
 def _find_shared_inputs(stage: Stage, observer: HessianObserver, targets: Sequence[Target]) -> None:
@@ -186,25 +118,6 @@ def _find_shared_inputs(stage: Stage, observer: HessianObserver, targets: Sequen
     observer.accumulates = True
 
 
-def _replace_all(inputs: SharedInputs, replace: _Replacer) -> None:
-    """Quantize the weights that share these inputs, and free their Hessians."""
-    by_config: dict[tuple[object, ...], list[Target]] = {}
-    for target in inputs.targets:
-        config = target.config
-        key = (config.format, config.scale_mode, config.rotation, config.gptq)
-        by_config.setdefault(key, []).append(target)
-    for targets in by_config.values():
-        quantized = {
-            index: _gptq_stacked(targets, index, hessian)
-            for index, hessian in inputs.hessians.items()
-            if inputs.tokens[index] >= _settings(targets[0].config).min_tokens
-        }
-        for position, target in enumerate(targets):
-            matrices = {index: found[position] for index, found in quantized.items()}
-            replace(target, replace.quantizer_from(target, matrices, inputs.tokens))
-    inputs.clear()
-
-
 def _gptq_stacked(targets: Sequence[Target], index: int, hessian: Tensor) -> list[MXTensor]:
     """Quantize one matrix of each target, all with the same inputs and config, stacked to one tall matrix.
 
@@ -214,7 +127,7 @@ def _gptq_stacked(targets: Sequence[Target], index: int, hessian: Tensor) -> lis
     config = targets[0].config
     fmt = get_format(config.format)
     what = ", ".join(target.name for target in targets)
-    if targets[0].sites[0].kind == "experts":
+    if targets[0].is_experts:
         what += f" (matrix {index})"
     if not hessian.isfinite().all():
         raise ValueError(
@@ -255,25 +168,91 @@ def _per_row_scales(scales: Sequence[Tensor | None], matrices: Sequence[Tensor])
     return torch.cat(columns) if columns else None
 
 
-class _Replacer:
-    """Replaces weights, keeps them on the device, and collects the matrices with too few tokens for one warning."""
+class _Calibration:
+    """Quantizes stages, and collects the matrices with too few tokens for one warning."""
 
-    def __init__(self, replace: Replace, offload: BlockOffload) -> None:
-        self._replace = replace
+    def __init__(self, replace: Replace, offload: BlockOffload, saved: SavedStages | None, is_sequential: bool) -> None:
+        self._replace_weight = replace
         self._offload = offload
+        self._saved = saved
+        self._is_sequential = is_sequential
         self._few_tokens: list[str] = []
 
-    def __call__(self, target: Target, quantizer: WeightQuantizer) -> None:
-        self._replace(target, quantizer)
+    def quantize_or_resume(
+        self, number: int, stage: Stage, targets: Sequence[Target], *, wants_outputs: bool = False
+    ) -> list[Any]:
+        """Quantize the weights of one stage, or read them from its file.
+
+        Returns:
+            the stage's outputs: before quantization, or after it if sequential; empty without `wants_outputs`.
+        """
+        if self._saved is None or not targets:
+            return self._quantize(stage, targets, wants_outputs)
+        if number not in self._saved:
+            outputs = self._quantize(stage, targets, wants_outputs)
+            sites = [target.sites[0] for target in targets]
+            self._saved.write(number, {site.name: site.module.get_parameter(site.attribute) for site in sites})
+            return outputs
+        before = stage.run(lambda: None, wants_outputs=True) if wants_outputs and not self._is_sequential else []
+        weights = self._saved.read(number)
+        for target in targets:
+            device = self._offload.device or target.parameter.device
+            self._replace(target, _lookup(_saved_matrices(weights.pop(target.name), target, device)))
+        return stage.run(lambda: None, wants_outputs=True) if wants_outputs and self._is_sequential else before
+
+    def _quantize(self, stage: Stage, targets: Sequence[Target], wants_outputs: bool) -> list[Any]:
+        observer, outputs = HessianObserver(targets), list[Any]()
+        try:
+            if not self._is_sequential:
+                outputs = stage.run(observer.after_batch, wants_outputs=wants_outputs)
+                for inputs in observer.groups:
+                    self._replace_all(inputs)
+            else:
+                _find_shared_inputs(stage, observer, targets)
+                for inputs in observer.groups:
+                    observer.only = inputs
+                    stage.run(observer.after_batch)
+                    self._replace_all(inputs)
+        finally:
+            observer.close()
+        observed = {target for inputs in observer.groups for target in inputs.targets}
+        for target in targets:
+            if target not in observed:
+                _logger.warning("%s: no input was seen, so it is rounded to nearest", target.name)
+                self._replace(target, round_to_nearest)
+        if self._is_sequential and wants_outputs:
+            return stage.run(lambda: None, wants_outputs=True)
+        return outputs
+
+    def _replace_all(self, inputs: SharedInputs) -> None:
+        """Quantize the weights that share these inputs, and free their Hessians."""
+        by_config: dict[tuple[object, ...], list[Target]] = {}
+        for target in inputs.targets:
+            config = target.config
+            key = (config.format, config.scale_mode, config.rotation, config.gptq)
+            by_config.setdefault(key, []).append(target)
+        for targets in by_config.values():
+            quantized = {
+                index: _gptq_stacked(targets, index, hessian)
+                for index, hessian in inputs.hessians.items()
+                if inputs.tokens[index] >= _settings(targets[0].config).min_tokens
+            }
+            for position, target in enumerate(targets):
+                matrices = {index: found[position] for index, found in quantized.items()}
+                self._replace(target, self._quantizer_from(target, matrices, inputs.tokens))
+        inputs.clear()
+
+    def _replace(self, target: Target, quantizer: WeightQuantizer) -> None:
+        self._replace_weight(target, quantizer)
         self._offload.keep_on_device(target)
 
-    def quantizer_from(self, target: Target, found: dict[int, MXTensor], tokens: dict[int, int]) -> WeightQuantizer:
+    def _quantizer_from(self, target: Target, found: dict[int, MXTensor], tokens: dict[int, int]) -> WeightQuantizer:
         """A quantizer that looks GPTQ's results up. A matrix without one is rounded to nearest and recorded."""
 
         def quantizer(weight: Tensor, config: _MXConfig, k_axis: int, index: int) -> MXTensor:
             if index in found:
                 return found[index]
-            matrix = f" matrix {index} of its stack" if target.sites[0].kind == "experts" else ""
+            matrix = f" matrix {index} of its stack" if target.is_experts else ""
             needed = _settings(target.config).min_tokens
             self._few_tokens.append(f"{target.name}{matrix} ({tokens.get(index, 0)} of {needed})")
             return round_to_nearest(weight, config, k_axis, index)

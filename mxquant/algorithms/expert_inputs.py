@@ -22,11 +22,6 @@ def weight_matrix(target: Target, index: int) -> Tensor:
     return (matrices[index] if target.is_experts else matrices).movedim(target.k_axis, -1)
 
 
-def is_computable(layout: ExpertsLayout) -> bool:
-    """Whether the layout names the up and down projections and the gate, so that all inputs can be computed."""
-    return bool(layout.up) and layout.down is not None and layout.gate is not None
-
-
 def is_routed_call(args: tuple[Any, ...]) -> bool:
     """Whether the arguments are those of an experts block: hidden states, expert ids and router weights."""
     return len(args) == 3 and all(isinstance(argument, Tensor) for argument in args)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from mxquant.algorithms.expert_inputs import expert_linear, is_computable, is_routed_call, routed_rows, weight_matrix
+from mxquant.algorithms.expert_inputs import expert_linear, is_routed_call, routed_rows, weight_matrix
 from mxquant.algorithms.forward_calls import tensor_version
 from mxquant.config import _MXConfig
 from mxquant.formats import get_format
@@ -84,7 +84,7 @@ def attach_hooks(sums: Sequence[FisherSums]) -> list[RemovableHandle]:
             handles.append(site.module.register_forward_hook(_linear_hook(one, kept)))
     for module, parts in blocks.items():
         layout = next(iter(parts.values())).target.sites[0].layout
-        if layout is not None and is_computable(layout) and {*layout.up, layout.down} <= parts.keys():
+        if layout is not None and layout.is_computable and {*layout.up, layout.down} <= parts.keys():
             handles.append(module.register_forward_pre_hook(_require_gradient))
             handles.append(module.register_forward_hook(_experts_hook(layout, parts, kept)))
     return handles

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from mxquant.algorithms.blockwise import StopForward
-from mxquant.algorithms.expert_inputs import expert_linear, is_computable, is_routed_call, routed_rows
+from mxquant.algorithms.expert_inputs import expert_linear, is_routed_call, routed_rows
 from mxquant.algorithms.forward_calls import tensor_version
 from mxquant.modules.experts import ExpertsLayout
 from mxquant.modules.quantize_target import Target
@@ -80,7 +80,7 @@ class HessianObserver:
             )
         layout = site.layout
         assert layout is not None
-        if not is_computable(layout) or site.attribute not in (*layout.up, layout.down):
+        if not layout.is_computable or site.attribute not in (*layout.up, layout.down):
             return None
         add_inputs = _add_down_inputs if site.attribute == layout.down else _add_up_inputs
 

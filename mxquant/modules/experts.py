@@ -45,6 +45,11 @@ class ExpertsLayout:
         if self.router_weight not in _ROUTER_WEIGHTS:
             raise ValueError(f"router_weight={self.router_weight!r} is unknown; use 'output' or 'input'")
 
+    @property
+    def is_computable(self) -> bool:
+        """Whether it names the up and down projections and the gate, so that the block can be computed by it."""
+        return bool(self.up) and self.down is not None and self.gate is not None
+
     def fits(self, module: nn.Module) -> bool:
         """Whether the module has every weight, and a place for every bias, which may be None."""
         parameters = module._parameters

@@ -83,7 +83,7 @@ def _check_routed(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Ten
 
 def _computable_layout(experts: nn.Module) -> ExpertsLayout:
     layout = experts_layout(experts)
-    if layout is None or not layout.up or layout.down is None or layout.gate is None:
+    if layout is None or not layout.is_computable:
         raise ValueError(
             f"the layout of {type(experts).__name__} "
             + ("is unknown" if layout is None else "does not name its up, down and gate")
