@@ -9,8 +9,9 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor, nn
 
+from mxquant.algorithms.block_offload import check_movable
 from mxquant.algorithms.blockwise import Batch
-from mxquant.algorithms.calibrate import calibrate
+from mxquant.algorithms.calibrate import calibrate, check_calibration
 from mxquant.algorithms.output_sqnr import output_sqnr_db
 from mxquant.algorithms.resume import SavedStages, open_stages
 from mxquant.backends import select_backend
@@ -28,7 +29,6 @@ from mxquant.modules.sites import SKIP_REASON
 from mxquant.report import Summary, summarize
 from mxquant.select import FILTERED, FilterFn, Selection, Skip, select_weights
 from mxquant.tensor import MXTensor, describe, requested_backend
-from mxquant.validate import check_calibration, check_movable
 
 _logger = logging.getLogger("mxquant")
 

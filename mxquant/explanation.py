@@ -63,7 +63,7 @@ def explain(
         ValueError: no quantized weight, or `input_shape` does not fit the (first) weight.
         TypeError: `module_or_tensor` is neither a module nor a tensor, or `input_shape` not a sequence of integers.
     """
-    first, *others = _weights_of(module_or_tensor)
+    first, *others = _quantized_weights(module_or_tensor)
     if input_shape is not None and not (isinstance(input_shape, Sequence) and all(type(n) is int for n in input_shape)):
         raise TypeError(f"input_shape is a sequence of sizes such as (4, 4096); got {input_shape!r}")
     device = None if device is None else _parsed_device(device)
@@ -109,7 +109,7 @@ def _kernel(backend: str | None, problem: Problem, input_shape: Sequence[int] | 
     return f"; {rows} rows use kernel {kernel.name}, {'tuned' if is_tuned else 'by default'}"
 
 
-def _weights_of(module_or_tensor: nn.Module | Tensor) -> list[MXTensor]:
+def _quantized_weights(module_or_tensor: nn.Module | Tensor) -> list[MXTensor]:
     """The quantized weights of one layer, in the order of its parameters. There is at least one."""
     if isinstance(module_or_tensor, nn.Module):
         parameters: list[object] = list(module_or_tensor._parameters.values())

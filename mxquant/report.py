@@ -11,10 +11,13 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from mxquant.modules.sites import SKIP_REASON
+from mxquant.modules.sites import SKIP_REASON, join
 from mxquant.tables import html_table, text_table
 from mxquant.tensor import MXTensor
 from mxquant.tensor.sqnr import sqnr_db
+
+_Holder = tuple[str, nn.Module]
+"""A parameter's name, and the module that holds it."""
 
 
 @dataclass(frozen=True)
@@ -113,11 +116,7 @@ class Summary:
             has_outputs = any(row.output_sqnr_db is not None for row in self.quantized)
             headers = ["quantized", "kind", "format", "W/A", "backend", "shape", "bits", "bytes"]
             headers += ["SQNR dB"] * has_sqnr + ["output SQNR dB"] * has_outputs
-            rows = [_cells(row) for row in self.quantized]
-            if has_outputs:
-                for cells, row in zip(rows, self.quantized, strict=True):
-                    cells.append("" if row.output_sqnr_db is None else f"{row.output_sqnr_db:.2f}")
-            yield headers, rows
+            yield headers, [_cells(row, has_sqnr, has_outputs) for row in self.quantized]
         if self.skipped:
             rows = [[_names(row), row.reason, _sizes(row.shape), f"{row.nbytes:,}"] for row in self.skipped]
             yield ["not quantized", "reason", "shape", "bytes"], rows
@@ -160,20 +159,17 @@ def summarize(
     return Summary(quantized, skipped, num_parameters, nbytes, nbytes_before)
 
 
-def _holders(model: nn.Module) -> list[tuple[Tensor, list[tuple[str, nn.Module]]]]:
-    """Each parameter once, with all its names and, for each, the module that holds it."""
-    found: dict[int, tuple[Tensor, list[tuple[str, nn.Module]]]] = {}
+def _holders(model: nn.Module) -> list[tuple[Tensor, list[_Holder]]]:
+    """Each parameter once, with everything that holds it."""
+    found: dict[int, tuple[Tensor, list[_Holder]]] = {}
     for module_name, module in model.named_modules(remove_duplicate=False):
         for attribute, parameter in module._parameters.items():
             if parameter is not None and not is_lazy(parameter):
-                name = f"{module_name}.{attribute}" if module_name else attribute
-                found.setdefault(id(parameter), (parameter, []))[1].append((name, module))
+                found.setdefault(id(parameter), (parameter, []))[1].append((join(module_name, attribute), module))
     return list(found.values())
 
 
-def _quantized_row(
-    weight: MXTensor, holders: list[tuple[str, nn.Module]], backend: str, sqnr_db: float | None
-) -> QuantizedWeight:
+def _quantized_row(weight: MXTensor, holders: list[_Holder], backend: str, sqnr_db: float | None) -> QuantizedWeight:
     (name, module), *others = holders
     kinds = ((nn.Linear, "linear"), (nn.Embedding, "embedding"), (nn.Module, type(module).__name__))
     kind = next(kind for base, kind in kinds if any(isinstance(holder, base) for _, holder in holders))
@@ -198,7 +194,7 @@ def _tensors_by_name(original: nn.Module | Mapping[str, Tensor] | None) -> Mappi
     raise TypeError(f"original must be the unquantized model, its state_dict or None; got {type(original).__name__}")
 
 
-def _original_of(weight: MXTensor, holders: list[tuple[str, nn.Module]], originals: Mapping[str, Tensor]) -> Tensor:
+def _original_of(weight: MXTensor, holders: list[_Holder], originals: Mapping[str, Tensor]) -> Tensor:
     names = [name for name, _ in holders]
     original = next((originals[name] for name in names if name in originals), None)
     if original is None:
@@ -214,11 +210,12 @@ def _original_of(weight: MXTensor, holders: list[tuple[str, nn.Module]], origina
     return original.detach()
 
 
-def _cells(row: QuantizedWeight) -> list[str]:
+def _cells(row: QuantizedWeight, has_sqnr: bool, has_outputs: bool) -> list[str]:
     rotation = f", rotation {row.rotation}" if row.rotation else ""
     cells = [_names(row), row.kind, row.format, row.precision + rotation, row.backend, _sizes(row.shape)]
     cells += [f"{row.bits_per_weight:.2f}", f"{row.nbytes:,}"]
-    return cells if row.sqnr_db is None else [*cells, f"{row.sqnr_db:.2f}"]
+    decibels = [row.sqnr_db] * has_sqnr + [row.output_sqnr_db] * has_outputs
+    return [*cells, *("" if value is None else f"{value:.2f}" for value in decibels)]
 
 
 def _sizes(shape: tuple[int, ...]) -> str:

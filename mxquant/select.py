@@ -32,7 +32,7 @@ from torch import nn
 
 from mxquant.config import CONFIG_FIELDS, EVERY_KIND, KINDS, _MXConfig, suggestion
 from mxquant.modules.quantize_target import Target
-from mxquant.modules.sites import Site, find_sites, join, lineage
+from mxquant.modules.sites import Site, TiedSites, find_sites, join, lineage
 
 FilterFn = Callable[[nn.Module, str], bool]
 
@@ -43,24 +43,15 @@ _UNSELECTED = "no key of the config selects it"
 
 
 @dataclass(frozen=True, eq=False)
-class Skip:
+class Skip(TiedSites):
     """A parameter that stays as it is."""
 
-    sites: tuple[Site, ...]
     reason: str
 
     @property
     def is_overlooked_experts(self) -> bool:
         """Whether these are experts that no key says to skip."""
         return self.sites[0].kind == "experts" and self.reason in (_UNSELECTED, self.sites[0].impossible)
-
-    @property
-    def name(self) -> str:
-        return self.sites[0].name
-
-    @property
-    def parameter(self) -> nn.Parameter:
-        return self.sites[0].parameter
 
 
 @dataclass(frozen=True)

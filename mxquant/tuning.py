@@ -97,7 +97,7 @@ class TuningReport:
         if self.measured:
             kernels = list(dict.fromkeys(name for one in self.measured for name in one.microseconds))
             headers = ["weights", "shape", "W/A", "backend", "rows", *(f"{name} us" for name in kernels)]
-            yield [*headers, "default", "fastest"], [_cells(one, kernels) for one in self.measured]
+            yield [*headers, "default", "fastest"], [_measured_row(one, kernels) for one in self.measured]
         if self.left:
             yield ["not tuned", "reason"], [[_in_short(names), reason] for reason, names in self.left.items()]
 
@@ -154,7 +154,7 @@ def find_products(model: nn.Module) -> tuple[list[Product], dict[str, list[str]]
     """
     products: dict[tuple[str, str], Product] = {}
     left: dict[str, list[str]] = {}
-    for name, weight in _weights(model):
+    for name, weight in _multiplied_weights(model):
         if weight.dim() < 2:
             left.setdefault("has one axis, and is no matrix to multiply with", []).append(name)
             continue
@@ -177,7 +177,7 @@ def find_products(model: nn.Module) -> tuple[list[Product], dict[str, list[str]]
     return list(products.values()), left
 
 
-def _weights(model: nn.Module) -> Iterator[tuple[str, MXTensor]]:
+def _multiplied_weights(model: nn.Module) -> Iterator[tuple[str, MXTensor]]:
     """Each quantized weight that is multiplied with, once."""
     seen = set()
     for name, module in model.named_modules():
@@ -246,7 +246,7 @@ def graph_microseconds(run: Callable[[], object], calls: int, replays: int = 20)
     return statistics.median(times) * 1e3 / calls
 
 
-def _cells(one: Measurement, kernels: Sequence[str]) -> list[str]:
+def _measured_row(one: Measurement, kernels: Sequence[str]) -> list[str]:
     problem = one.product.problem
     rotation = f", rotation {problem.rotation}" if problem.rotation else ""
     shape = f"{problem.out_features} x {problem.in_features}"

@@ -23,7 +23,7 @@ BELOW_KERNELS = {"formats", "reference", "kernels", "kernels.primitives", "kerne
 BELOW_TENSOR = {"formats", "reference", "kernels", "ops", "scheme", "backends"}
 BELOW_MODULES = BELOW_TENSOR | {"tensor", "config"}
 BELOW_ALGORITHMS = BELOW_MODULES | {"modules", "select"}
-BELOW_API = BELOW_ALGORITHMS | {"algorithms", "report", "validate"}
+BELOW_API = BELOW_ALGORITHMS | {"algorithms", "report"}
 ALLOWED = {
     "formats": set(),
     "scheme": {"formats"},
@@ -40,7 +40,6 @@ ALLOWED = {
     "tensor": BELOW_TENSOR,
     "modules": BELOW_MODULES,
     "select": BELOW_MODULES | {"modules"},
-    "validate": BELOW_ALGORITHMS,
     "tables": set(),
     "algorithms": BELOW_ALGORITHMS | {"tables"},
     "report": {"formats", "scheme", "tensor", "modules", "tables"},

@@ -163,3 +163,17 @@ class BlockOffload:
         self._data.clear()
         self._slots.clear()
         self._loaded = None
+
+
+def check_movable(model: nn.Module) -> None:
+    """Refuse a model whose blocks cannot move to another device.
+
+    Raises:
+        ValueError: it has accelerate's hooks, which place its modules.
+    """
+    hooked = next((name for name, module in model.named_modules() if hasattr(module, "_hf_hook")), None)
+    if hooked is not None:
+        raise ValueError(
+            f"{hooked or 'the model'} has a hook of accelerate's that says where it computes, so that GPTQ cannot run "
+            "it on another device: load the model without device_map, or leave device out"
+        )

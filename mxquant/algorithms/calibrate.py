@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,6 +27,42 @@ _logger = logging.getLogger("mxquant")
 
 Replace = Callable[[Target, WeightQuantizer], None]
 """Quantizes a target's weight by a quantizer of single matrices, and swaps it in."""
+
+
+def check_calibration(calibration: object, targets: list[Target]) -> list[Batch]:
+    """The calibration's batches as a list; an empty one where no config needs any.
+
+    Raises:
+        ValueError: batches are missing or none, or no config uses them.
+        TypeError: it is no iterable of batches.
+    """
+    wanting = [target for target in targets if target.config.gptq is not None]
+    if not wanting:
+        if calibration is not None:
+            raise ValueError(
+                "calibration is given, but no config of this call has an algorithm that uses it; leave it out, or set "
+                'algorithm="gptq"'
+            )
+        return []
+    if calibration is None:
+        raise ValueError(
+            f'{wanting[0].name}: algorithm="gptq" needs calibration data; pass calibration=batches, an iterable of '
+            "what the model is called with (tensors, tuples or dicts)"
+        )
+    if isinstance(calibration, (Tensor, Mapping, str)) or not isinstance(calibration, Iterable):
+        raise TypeError(
+            f"calibration is an iterable of batches, each a tensor, a tuple or a dict; got {type(calibration).__name__}"
+            ". Put a single batch in a list"
+        )
+    batches = list(calibration)
+    for batch in batches:
+        if not isinstance(batch, (Tensor, tuple, list, Mapping)):
+            raise TypeError(f"a calibration batch is a tensor, a tuple or a dict; got {type(batch).__name__}")
+    if not batches:
+        raise ValueError("calibration holds no batches; a generator that was used before is empty")
+    if len({target.config.gptq.sequential for target in wanting if target.config.gptq}) > 1:
+        raise ValueError("some configs say GPTQ(sequential=True), others False; all of one call are calibrated alike")
+    return batches
 
 
 def calibrate(

@@ -18,7 +18,7 @@ from mxquant.backends import Operand, select_backend
 from mxquant.config import _MXConfig
 from mxquant.formats import get_format
 from mxquant.modules.experts import ExpertsLayout
-from mxquant.modules.sites import Site
+from mxquant.modules.sites import Site, TiedSites
 from mxquant.scheme import Scheme
 from mxquant.tensor import Metadata, MXTensor, as_weight, describe, quantize
 
@@ -27,19 +27,10 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 @dataclass(frozen=True, eq=False)
-class Target:
+class Target(TiedSites):
     """A parameter to quantize, everywhere it is registered."""
 
-    sites: tuple[Site, ...]
     config: _MXConfig
-
-    @property
-    def name(self) -> str:
-        return self.sites[0].name
-
-    @property
-    def parameter(self) -> nn.Parameter:
-        return self.sites[0].parameter
 
     @property
     def is_experts(self) -> bool:

@@ -55,6 +55,21 @@ class Site:
             self.module.__dict__.pop(SKIP_REASON, None)
 
 
+@dataclass(frozen=True, eq=False)
+class TiedSites:
+    """Everywhere that one parameter is registered."""
+
+    sites: tuple[Site, ...]
+
+    @property
+    def name(self) -> str:
+        return self.sites[0].name
+
+    @property
+    def parameter(self) -> nn.Parameter:
+        return self.sites[0].parameter
+
+
 def find_sites(model: nn.Module) -> list[tuple[Site, ...]]:
     """The sites of each floating parameter of two or more dimensions, or of a size that is not known yet (lazy).
 
