@@ -258,11 +258,7 @@ def _check_model(function: str, model: object) -> None:
 
 
 def _usable_device(device: torch.device | str | None) -> torch.device | None:
-    """`device`, once a tensor could be made there.
-
-    Raises:
-        ValueError: there is no such device here, or it holds no values (meta).
-    """
+    """`device`, once a tensor could be made there; else a ValueError."""
     if device is None:
         return None
     try:

@@ -277,7 +277,7 @@ def resolve_mapping(config: object) -> dict[str, _MXConfig | None]:
     if isinstance(config, Mapping) and not ("weight" in config and set(config) <= set(CONFIG_FIELDS)):
         if not config:
             raise ValueError(f"the config mapping is empty; give it keys such as 'linear', or pass {_ACCEPTED}")
-        return {_checked_key(key): _resolve_value(key, value) for key, value in config.items()}
+        return {key: _resolve_entry(key, value) for key, value in config.items()}
     resolved = resolve_config(config)
     if resolved is None:
         raise TypeError(f"config is None, which quantizes nothing; use {_ACCEPTED} (None only as a mapping's value)")
@@ -290,15 +290,11 @@ def suggestion(name: str, known: Iterable[str]) -> str:
     return f"; did you mean {near[0]!r}?" if near else ""
 
 
-def _checked_key(key: object) -> str:
-    if isinstance(key, str) and key:
-        return key
-    raise TypeError(
-        f"a mapping's key must be 'linear', 'moe', a module's or parameter's name, a glob or 're:...'; got {key!r}"
-    )
-
-
-def _resolve_value(key: str, value: object) -> _MXConfig | None:
+def _resolve_entry(key: object, value: object) -> _MXConfig | None:
+    if not isinstance(key, str) or not key:
+        raise TypeError(
+            f"a mapping's key must be 'linear', 'moe', a module's or parameter's name, a glob or 're:...'; got {key!r}"
+        )
     try:
         return resolve_config(value)
     except (TypeError, ValueError) as error:

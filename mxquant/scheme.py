@@ -23,7 +23,6 @@ class Scheme:
     """
 
     weight: str
-    """Name of the weight's format."""
     activation: str | None = None
     """Format that a matmul along the blocked axis quantizes its other operand to; None: weight-only."""
     scale_mode: str | None = None
@@ -76,18 +75,12 @@ class Scheme:
 
     @property
     def precision(self) -> str:
-        """ "W4A4", "W4A16": bits of a weight's and of an activation's element, 16 for an activation that is not
-        quantized.
-        """
+        """Bits of an element of the weight and the activation, such as "W4A4"; A16 for weight-only."""
         activation = 16 if self.activation is None else get_format(self.activation, activation=True).element.bits
         return f"W{get_format(self.weight).element.bits}A{activation}"
 
     def check_length(self, length: int | torch.SymInt) -> None:
-        """Refuse a weight whose blocked axis the rotation does not divide.
-
-        Raises:
-            ValueError: `length` is no multiple of `rotation`.
-        """
+        """Refuse a blocked axis of a `length` that the rotation does not divide, with a ValueError."""
         if self.rotation is not None and length % self.rotation:
             raise ValueError(
                 f"rotation={self.rotation} needs a blocked axis of a multiple of {self.rotation} elements; this one "

@@ -81,15 +81,9 @@ def select_weights(
     keys = [_Key.parse(text, config, names) for text, config in mapping.items()]
     for key in keys:
         key.check_effect(sites, names)
-
-    selection = Selection([], [])
-    for group in groups:
-        decision = _decide(group, keys, filter_fn)
-        if isinstance(decision, Target):
-            selection.targets.append(decision)
-        else:
-            selection.skips.append(decision)
-    return selection
+    decisions = [_decide(group, keys, filter_fn) for group in groups]
+    targets = [decision for decision in decisions if isinstance(decision, Target)]
+    return Selection(targets, [decision for decision in decisions if isinstance(decision, Skip)])
 
 
 def _decide(sites: tuple[Site, ...], keys: list[_Key], filter_fn: FilterFn | None) -> Target | Skip:

@@ -188,11 +188,7 @@ def _multiplied_weights(model: nn.Module) -> Iterator[tuple[str, MXTensor]]:
 
 
 def measure_all(products: Sequence[Product], rows: Sequence[int], timer: Timer) -> list[Measurement]:
-    """Each product for each number of rows.
-
-    Raises:
-        OSError: the result could not be written. Nothing was measured.
-    """
+    """Each product for each number of rows; an OSError before that, if the results could not be written."""
     from tqdm.auto import tqdm
 
     for product in products:

@@ -166,11 +166,7 @@ class BlockOffload:
 
 
 def check_movable(model: nn.Module) -> None:
-    """Refuse a model whose blocks cannot move to another device.
-
-    Raises:
-        ValueError: it has accelerate's hooks, which place its modules.
-    """
+    """Refuse a model whose blocks accelerate's hooks place, with a ValueError."""
     hooked = next((name for name, module in model.named_modules() if hasattr(module, "_hf_hook")), None)
     if hooked is not None:
         raise ValueError(

@@ -52,11 +52,9 @@ class Stage:
     """The modules that move to the compute device one at a time, such as the blocks of a model; empty: the module."""
 
     def run(self, after_batch: Callable[[], None], *, wants_outputs: bool = False) -> list[Any]:
-        """Run the module on every batch.
+        """The module's outputs on every batch, on the model's device; empty without `wants_outputs`.
 
-        Returns:
-            its outputs, on the model's device, or None for a batch whose forward a hook stopped; empty without
-            `wants_outputs`.
+        The output is None for a batch whose forward a hook stopped.
         """
         outputs = []
         with self.offload.offloaded(self.module, self.units or [self.module]) as device:
@@ -146,10 +144,9 @@ def _block_list(model: nn.Module, weight_names: Sequence[str]) -> tuple[str, nn.
 
 
 def _capture_block_calls(model: nn.Module, call: Call, blocks: list[nn.Module], offload: BlockOffload) -> list[Call]:
-    """Capture what the model passes to each block in one forward.
+    """Capture what the model passes to each block in one forward, in which only the first block computes.
 
-    Only the first block computes. The others return its output. A tensor that comes from the previous block is
-    captured as a `PreviousOutput`.
+    The others return its output. A tensor that comes from the previous block is captured as a `PreviousOutput`.
 
     Raises:
         _NotAChain: a block is skipped, called twice or out of order, or its hidden states are not the output of the

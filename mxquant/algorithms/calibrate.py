@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -30,12 +31,7 @@ Replace = Callable[[Target, WeightQuantizer], None]
 
 
 def check_calibration(calibration: object, targets: list[Target]) -> list[Batch]:
-    """The calibration's batches as a list; an empty one where no config needs any.
-
-    Raises:
-        ValueError: batches are missing or none, or no config uses them.
-        TypeError: it is no iterable of batches.
-    """
+    """The batches as a list, empty where no config needs any. Raises what `quantize_` says of calibration."""
     wanting = [target for target in targets if target.config.gptq is not None]
     if not wanting:
         if calibration is not None:
@@ -79,7 +75,6 @@ def calibrate(
 
     Args:
         targets: all with a GPTQ config. The list is emptied, so that each original weight is freed once it is replaced.
-        batches: each is what the model is called with.
         replace: called once for each target.
         saved: finished stages are read from it instead of computed; others are written to it.
         device: where blocks run one at a time and quantized weights stay; None: the model's device.
@@ -138,11 +133,12 @@ def _targets_before(block: torch.nn.Module, whole: Stage, targets: Sequence[Targ
     return [target for inputs in first if not inputs.runs_again for target in inputs.targets]
 
 
-def _saved_matrices(weight: MXTensor, target: Target, device: torch.device) -> dict[int, MXTensor]:
-    """The matrices of a saved weight by index, on `device`, as a `WeightQuantizer` returns them: weight-only."""
+def _saved_quantizer(weight: MXTensor, target: Target, device: torch.device) -> WeightQuantizer:
+    """A quantizer that looks up the matrices of a saved weight, on `device` and weight-only."""
     operand = weight.operand.map(lambda inner: inner.to(device))
     there = MXTensor(operand, weight.metadata, weight.shape).with_activation(None)
-    return dict(enumerate(there)) if target.is_experts else {0: there}
+    matrices = dict(enumerate(there)) if target.is_experts else {0: there}
+    return lambda matrix, config, k_axis, index: matrices[index]
 
 
 def _find_shared_inputs(stage: Stage, observer: HessianObserver, targets: Sequence[Target]) -> None:
@@ -155,11 +151,7 @@ def _find_shared_inputs(stage: Stage, observer: HessianObserver, targets: Sequen
 
 
 def _gptq_stacked(targets: Sequence[Target], index: int, hessian: Tensor) -> list[MXTensor]:
-    """Quantize one matrix of each target, all with the same inputs and config, stacked to one tall matrix.
-
-    Raises:
-        ValueError: the Hessian is not finite or has no Cholesky factor.
-    """
+    """Quantize one matrix of each target, all with the same inputs and config, stacked to one tall matrix."""
     config = targets[0].config
     fmt = get_format(config.format)
     what = ", ".join(target.name for target in targets)
@@ -175,7 +167,9 @@ def _gptq_stacked(targets: Sequence[Target], index: int, hessian: Tensor) -> lis
         matrix.float() if config.rotation is None else hadamard(matrix, config.rotation).float() for matrix in matrices
     ]
     scales = [nvfp4_per_tensor_scale(one, config.scale_mode) for one in w] if fmt.per_tensor else [None] * len(w)
-    grid = Grid(fmt, config.scale_mode, _per_row_scales(scales, w))
+    rows = [one.shape[0] for one in w]
+    row_scales = [scale.expand(n, 1) for scale, n in zip(scales, rows, strict=True) if scale is not None]
+    grid = Grid(fmt, config.scale_mode, torch.cat(row_scales) if row_scales else None)
     if config.rotation is not None:
         hessian = rotated_hessian(hessian, config.rotation)
     try:
@@ -186,7 +180,6 @@ def _gptq_stacked(targets: Sequence[Target], index: int, hessian: Tensor) -> lis
             f"{what}: the Hessian of its inputs has no Cholesky factor with damping={damping} ({error}); give "
             "GPTQ(damping=...) more, such as 0.1, or more tokens"
         ) from error
-    rows = [one.shape[0] for one in w]
     found: list[MXTensor] = []
     for target, *operand in zip(targets, qdata.split(rows), scale.split(rows), scales, strict=True):
         metadata = Metadata(Scheme(fmt.name, rotation=config.rotation), target.k_axis, target.parameter.dtype)
@@ -196,23 +189,15 @@ def _gptq_stacked(targets: Sequence[Target], index: int, hessian: Tensor) -> lis
     return found
 
 
-def _per_row_scales(scales: Sequence[Tensor | None], matrices: Sequence[Tensor]) -> Tensor | None:
-    """The per-tensor scale of each row of the stacked matrices, [rows, 1]; None if the format has none."""
-    columns = [
-        scale.expand(matrix.shape[0], 1) for scale, matrix in zip(scales, matrices, strict=True) if scale is not None
-    ]
-    return torch.cat(columns) if columns else None
-
-
+@dataclass(eq=False)
 class _Calibration:
     """Quantizes stages, and collects the matrices with too few tokens for one warning."""
 
-    def __init__(self, replace: Replace, offload: BlockOffload, saved: SavedStages | None, is_sequential: bool) -> None:
-        self._replace_weight = replace
-        self._offload = offload
-        self._saved = saved
-        self._is_sequential = is_sequential
-        self._few_tokens: list[str] = []
+    replace_weight: Replace
+    offload: BlockOffload
+    saved: SavedStages | None
+    is_sequential: bool
+    few_tokens: list[str] = field(default_factory=list)
 
     def quantize_or_resume(
         self, number: int, stage: Stage, targets: Sequence[Target], *, wants_outputs: bool = False
@@ -222,24 +207,24 @@ class _Calibration:
         Returns:
             the stage's outputs: before quantization, or after it if sequential; empty without `wants_outputs`.
         """
-        if self._saved is None or not targets:
-            return self._quantize(stage, targets, wants_outputs)
-        if number not in self._saved:
-            outputs = self._quantize(stage, targets, wants_outputs)
+        if self.saved is None or not targets:
+            return self._quantize_stage(stage, targets, wants_outputs)
+        if number not in self.saved:
+            outputs = self._quantize_stage(stage, targets, wants_outputs)
             sites = [target.sites[0] for target in targets]
-            self._saved.write(number, {site.name: site.module.get_parameter(site.attribute) for site in sites})
+            self.saved.write(number, {site.name: site.module.get_parameter(site.attribute) for site in sites})
             return outputs
-        before = stage.run(lambda: None, wants_outputs=True) if wants_outputs and not self._is_sequential else []
-        weights = self._saved.read(number)
+        before = stage.run(lambda: None, wants_outputs=True) if wants_outputs and not self.is_sequential else []
+        weights = self.saved.read(number)
         for target in targets:
-            device = self._offload.device or target.parameter.device
-            self._replace(target, _lookup(_saved_matrices(weights.pop(target.name), target, device)))
-        return stage.run(lambda: None, wants_outputs=True) if wants_outputs and self._is_sequential else before
+            device = self.offload.device or target.parameter.device
+            self._replace(target, _saved_quantizer(weights.pop(target.name), target, device))
+        return stage.run(lambda: None, wants_outputs=True) if wants_outputs and self.is_sequential else before
 
-    def _quantize(self, stage: Stage, targets: Sequence[Target], wants_outputs: bool) -> list[Any]:
+    def _quantize_stage(self, stage: Stage, targets: Sequence[Target], wants_outputs: bool) -> list[Any]:
         observer, outputs = HessianObserver(targets), list[Any]()
         try:
-            if not self._is_sequential:
+            if not self.is_sequential:
                 outputs = stage.run(observer.after_batch, wants_outputs=wants_outputs)
                 for inputs in observer.groups:
                     self._replace_all(inputs)
@@ -256,7 +241,7 @@ class _Calibration:
             if target not in observed:
                 _logger.warning("%s: no input was seen, so it is rounded to nearest", target.name)
                 self._replace(target, round_to_nearest)
-        if self._is_sequential and wants_outputs:
+        if self.is_sequential and wants_outputs:
             return stage.run(lambda: None, wants_outputs=True)
         return outputs
 
@@ -276,11 +261,11 @@ class _Calibration:
             for position, target in enumerate(targets):
                 matrices = {index: found[position] for index, found in quantized.items()}
                 self._replace(target, self._quantizer_from(target, matrices, inputs.tokens))
-        inputs.clear()
+        inputs.hessians.clear()
 
     def _replace(self, target: Target, quantizer: WeightQuantizer) -> None:
-        self._replace_weight(target, quantizer)
-        self._offload.keep_on_device(target)
+        self.replace_weight(target, quantizer)
+        self.offload.keep_on_device(target)
 
     def _quantizer_from(self, target: Target, found: dict[int, MXTensor], tokens: dict[int, int]) -> WeightQuantizer:
         """A quantizer that looks GPTQ's results up. A matrix without one is rounded to nearest and recorded."""
@@ -290,25 +275,20 @@ class _Calibration:
                 return found[index]
             matrix = f" matrix {index} of its stack" if target.is_experts else ""
             needed = _settings(target.config).min_tokens
-            self._few_tokens.append(f"{target.name}{matrix} ({tokens.get(index, 0)} of {needed})")
+            self.few_tokens.append(f"{target.name}{matrix} ({tokens.get(index, 0)} of {needed})")
             return round_to_nearest(weight, config, k_axis, index)
 
         return quantizer
 
     def warn_of_few_tokens(self) -> None:
-        if self._few_tokens:
+        if self.few_tokens:
             _logger.warning(
                 "%d matrices saw fewer tokens than GPTQ's min_tokens, so they are rounded to nearest; calibrate on "
                 "more: %s%s",
-                len(self._few_tokens),
-                ", ".join(self._few_tokens[:8]),
-                ", ..." if len(self._few_tokens) > 8 else "",
+                len(self.few_tokens),
+                ", ".join(self.few_tokens[:8]),
+                ", ..." if len(self.few_tokens) > 8 else "",
             )
-
-
-def _lookup(matrices: dict[int, MXTensor]) -> WeightQuantizer:
-    """A quantizer that looks every matrix up."""
-    return lambda weight, config, k_axis, index: matrices[index]
 
 
 def _settings(config: _MXConfig) -> GPTQ:

@@ -68,12 +68,7 @@ def _plain(value: Any, depth: int = 0) -> Any:
 
 
 def batches_fingerprint(batches: Sequence[Batch]) -> str:
-    """SHA-256 of the values, types and order of batches.
-
-    Raises:
-        TypeError: a batch holds an object whose value cannot be hashed.
-        ValueError: a batch contains itself.
-    """
+    """SHA-256 of the values, types and order of batches. `open_stages` lists the errors."""
     sha = hashlib.sha256()
     for batch in batches:
         _update(sha.update, batch)

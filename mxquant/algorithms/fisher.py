@@ -41,11 +41,7 @@ class FisherSums:
         self._input_losses = [0.0] * len(configs)
 
     def add(self, index: int, x_TK: Tensor, gradient_TN: Tensor) -> Tensor:
-        """Accumulate the rows that matrix `index` multiplies and the gradients of its outputs.
-
-        Returns:
-            the gradients of the rows, fp32 [T, K].
-        """
+        """Accumulate the rows that matrix `index` multiplies. Returns their gradients, fp32 [T, K]."""
         matrix_NK = weight_matrix(self.target, index).float()
         x_TK, gradient_TN = x_TK.detach().float(), gradient_TN.float()
         if index not in self._fisher:

@@ -58,7 +58,7 @@ def gptq(w_NK: Tensor, hessian_KK: Tensor, grid: Grid, settings: GPTQ) -> tuple[
     order = torch.arange(k, device=w_NK.device)
     if settings.act_order:
         # Columns of one block are not reached together, so all scales are chosen first.
-        _, scale_NB = _quantize(w_NK, grid)
+        _, scale_NB = _quantize_to_grid(w_NK, grid)
         order = hessian_KK.diagonal().argsort(descending=True, stable=True)
     factor_KK = _inverse_factor(hessian_KK[order][:, order], settings.damping)
     w_KN = w_NK.t()[order].contiguous()
@@ -69,7 +69,7 @@ def gptq(w_NK: Tensor, hessian_KK: Tensor, grid: Grid, settings: GPTQ) -> tuple[
             unit_KN = _units(scale_NB, grid).t()[order[first:last] // size]
         else:
             block = first // size
-            scale_NB[:, block] = _quantize(w_KN[first:last].t(), grid)[1][:, 0]
+            scale_NB[:, block] = _quantize_to_grid(w_KN[first:last].t(), grid)[1][:, 0]
             unit_KN = _units(scale_NB[:, block], grid).expand(last - first, n)
         rounded_KN[first:last], error_KN = gptq_columns(
             w_KN[first:last], unit_KN, factor_KK[first:last, first:last], fmt.element
@@ -81,7 +81,7 @@ def gptq(w_NK: Tensor, hessian_KK: Tensor, grid: Grid, settings: GPTQ) -> tuple[
     return pack_codes(codes_NK, fmt.element.bits)[:, : fmt.packed_size(k)].contiguous(), scale_NB
 
 
-def _quantize(w_NK: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
+def _quantize_to_grid(w_NK: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
     return quantize_blocks(w_NK, grid.format, grid.scale_mode, per_tensor_scale=grid.per_tensor_scale)
 
 
@@ -99,19 +99,14 @@ def _units(scale: Tensor, grid: Grid) -> Tensor:
 def _inverse_factor(hessian_KK: Tensor, damping: float) -> Tensor:
     """Upper triangular U with U^T U = inverse of the damped Hessian, in fp32.
 
-    Taken from the Cholesky factor of the Hessian with rows and columns reversed. That is as accurate as inverting the
-    Hessian and factoring the inverse, at half the work.
+    Damping adds a share of the diagonal's mean to the diagonal. U is taken from the Cholesky factor of the Hessian with
+    rows and columns reversed. That is as accurate as inverting the Hessian and factoring the inverse, at half the work.
     """
-    reversed_factor = torch.linalg.cholesky(_damped(hessian_KK, damping).flip(0, 1)).flip(0, 1)
-    identity = torch.eye(reversed_factor.shape[0], dtype=reversed_factor.dtype, device=reversed_factor.device)
-    return torch.linalg.solve_triangular(reversed_factor, identity, upper=True).float()
-
-
-def _damped(hessian_KK: Tensor, damping: float) -> Tensor:
-    """The Hessian in fp64, with `damping` times the mean of its diagonal added to the diagonal."""
     damped = hessian_KK.double()
     diagonal = damped.diagonal()
     mean = diagonal.mean()
     # The mean is 0 if all inputs are 0: any positive diagonal will do.
     diagonal.add_(damping * mean + (mean == 0))
-    return damped
+    reversed_factor = torch.linalg.cholesky(damped.flip(0, 1)).flip(0, 1)
+    identity = torch.eye(reversed_factor.shape[0], dtype=reversed_factor.dtype, device=reversed_factor.device)
+    return torch.linalg.solve_triangular(reversed_factor, identity, upper=True).float()

@@ -43,10 +43,6 @@ class SharedInputs:
         self.hessians[index].addmm_(rows.t(), rows)
         self.tokens[index] += rows.shape[0]
 
-    def clear(self) -> None:
-        self.hessians.clear()
-        self.tokens.clear()
-
 
 class HessianObserver:
     """Hooks on the layers of one stage. The first forward shows which layers share their inputs."""
@@ -82,12 +78,12 @@ class HessianObserver:
         assert layout is not None
         if not layout.is_computable or site.attribute not in (*layout.up, layout.down):
             return None
-        add_inputs = _add_down_inputs if site.attribute == layout.down else _add_up_inputs
+        is_down = site.attribute == layout.down
 
         def observe(module: nn.Module, args: tuple[Any, ...]) -> None:
             if is_routed_call(args):
-                shared = (args[0], module) if add_inputs is _add_up_inputs else (module,)
-                self._see(target, shared, lambda inputs: add_inputs(module, layout, args, inputs.accumulate))
+                shared = (module,) if is_down else (args[0], module)
+                self._see(target, shared, lambda inputs: _accumulate_experts(inputs, module, layout, args, is_down))
 
         return site.module.register_forward_pre_hook(observe)
 
@@ -122,18 +118,13 @@ def _is_same_input(some: _InputKey, others: _InputKey) -> bool:
     )
 
 
-def _add_up_inputs(
-    module: nn.Module, layout: ExpertsLayout, args: tuple[Any, ...], add: Callable[[int, Tensor], None]
+def _accumulate_experts(
+    inputs: SharedInputs, module: nn.Module, layout: ExpertsLayout, args: tuple[Any, ...], is_down: bool
 ) -> None:
-    for rows in routed_rows(module, layout, args):
-        add(rows.expert, rows.x_RH)
-
-
-def _add_down_inputs(
-    module: nn.Module, layout: ExpertsLayout, args: tuple[Any, ...], add: Callable[[int, Tensor], None]
-) -> None:
-    """Add the gate's outputs, computed by the up projections as they are now, quantized or not."""
+    """Add the inputs of the up projections, or of down: the gate's outputs by the up projections as they are now."""
     assert layout.gate is not None
     for rows in routed_rows(module, layout, args):
-        outputs = [expert_linear(module, layout, name, rows.expert, rows.x_RH) for name in layout.up]
-        add(rows.expert, layout.gate(module, *outputs))
+        x = rows.x_RH
+        if is_down:
+            x = layout.gate(module, *(expert_linear(module, layout, name, rows.expert, x) for name in layout.up))
+        inputs.accumulate(rows.expert, x)

@@ -21,7 +21,6 @@ def output_sqnr_db(model: nn.Module, original: nn.Module, batches: Sequence[Batc
 
     Args:
         original: the model before quantization, with the same module names, on the device of `model`.
-        batches: each what the model is called with.
 
     Raises:
         ValueError: `original` lacks a module.

@@ -46,11 +46,7 @@ class SavedStages:
         return f"load the model anew and make the same call; {len(self._finished)} stages are saved in {self.folder}"
 
     def check(self) -> None:
-        """Refuse files that are damaged or belong to another model, config or calibration.
-
-        Raises:
-            ValueError: naming the file and what differs.
-        """
+        """Refuse files that are damaged or belong to other inputs, with a ValueError that says what differs."""
         for number in sorted(self._finished):
             file = self._file(number)
             _, _, fingerprints = _load(file)
@@ -120,21 +116,18 @@ def open_stages(
     if (folder.exists() or folder.is_symlink()) and not folder.is_dir():
         what = "a file" if folder.exists() else "a symbolic link to nothing"
         raise ValueError(f"resume={str(path)!r} is {what}; name a folder, new or of an earlier call")
+    # All fields of the configs are hashed: their defaults may change.
+    configs = [f"{one.name}: {type(one.config).__name__} {dataclasses.asdict(one.config)}" for one in targets]
     fingerprints = {
         "version of mxquant's algorithm": _VERSION,
         "model": model_fingerprint(model),
-        "config": tensors_fingerprint({}, *(_described(target) for target in targets)),
+        "config": tensors_fingerprint({}, *configs),
         "calibration": batches_fingerprint(batches),
     }
     _require_writable(folder)
     saved = SavedStages(folder, fingerprints)
     saved.check()
     return saved
-
-
-def _described(target: Target) -> str:
-    """A target's name and all fields of its config. Defaults are included, since they may change."""
-    return f"{target.name}: {type(target.config).__name__} {dataclasses.asdict(target.config)}"
 
 
 def _require_writable(folder: Path) -> None:
@@ -159,10 +152,9 @@ def _number_of(file: Path) -> int:
 
 
 def _load(file: Path) -> tuple[dict[str, Tensor], dict[str, str], dict[str, Any]]:
-    """Read a stage: tensors in memory of their own, the header, and the fingerprints of its inputs.
+    """A stage's tensors, in memory of their own, its header, and the fingerprints of its inputs.
 
-    Raises:
-        ValueError: the file is damaged or not a saved stage.
+    Raises a ValueError if the file is damaged or not a saved stage.
     """
     from safetensors import safe_open
 

@@ -1,11 +1,9 @@
 """Sensitivity analysis: how much loss each weight adds in each format, and a mixed-precision mapping for a bit budget.
 
 The added loss of a weight (of a linear layer, or the stacked experts of a block) is estimated for all formats from one
-forward and backward of each batch: half the sum of (gradient x error)^2 over the elements of the weight, token by
-token, and over the inputs where activations are quantized (`fisher`). This is the diagonal of the Fisher information,
-as in "SqueezeLLM" (arXiv 2306.07629) and HAWQ-V2 (arXiv 1911.03852). No labels are needed: the loss is the negative
-log-likelihood of a token drawn from the model's own logits, or, for a model without logits, its output in a random
-direction.
+forward and backward of each batch, by the diagonal of the Fisher information (`fisher`), as in "SqueezeLLM" (arXiv
+2306.07629) and HAWQ-V2 (arXiv 1911.03852). No labels are needed: the loss is the negative log-likelihood of a token
+drawn from the model's own logits, or, for a model without logits, its output in a random direction.
 """
 
 from __future__ import annotations

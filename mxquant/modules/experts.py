@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor, nn
 
-from mxquant.modules.gates import transformers_activation, transformers_gate
+from mxquant.modules.gates import transformers_gate
 
 _ROUTER_WEIGHTS = ("output", "input")
 
@@ -63,22 +63,18 @@ class ExpertsLayout:
         Raises:
             ValueError: its rows cannot be cut into E matrices, or it is not 3-D.
         """
-        count = None if self.num_experts is None else self._count(module, self.num_experts)
+        count = None if self.num_experts is None else getattr(module, self.num_experts, None)
+        if self.num_experts is not None and (not isinstance(count, int) or count < 1):
+            raise ValueError(
+                f"num_experts={self.num_experts!r} of the layout of {type(module).__name__} names an attribute that is "
+                f"{count!r}; it must be the number of experts, a positive int"
+            )
         if count is not None and weight.dim() == 2 and weight.shape[0] % count == 0:
             return weight.unflatten(0, (count, -1))
         if weight.dim() != 3:
             stack = "stack of" if count is None else f"stack of {count}"
             raise ValueError(f"shape {tuple(weight.shape)} is no {stack} matrices")
         return weight
-
-    def _count(self, module: nn.Module, attribute: str) -> int:
-        count = getattr(module, attribute, None)
-        if not isinstance(count, int) or count < 1:
-            raise ValueError(
-                f"num_experts={attribute!r} of the layout of {type(module).__name__} names an attribute that is "
-                f"{count!r}; it must be the number of experts, a positive int"
-            )
-        return count
 
 
 def decorated_layout(module: nn.Module) -> ExpertsLayout | None:
@@ -103,7 +99,7 @@ def _decorated_layout(is_transposed: bool, has_bias: bool, has_gate: bool, has_p
         biases={up: f"{up}_bias", "down_proj": "down_proj_bias"} if has_bias else {},
         up=(up,),
         down="down_proj",
-        gate=transformers_gate if has_gate else transformers_activation,
+        gate=transformers_gate if has_gate else lambda module, up: module.act_fn(up),
         post_norm="post_expert_norm" if has_post_norm else None,
     )
 

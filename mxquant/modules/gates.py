@@ -19,17 +19,8 @@ def transformers_gate(module: Any, gate_up: Tensor) -> Tensor:
     return module._apply_gate(gate_up)
 
 
-def transformers_activation(module: Any, up: Tensor) -> Tensor:
-    """The activation of a decorated block without gates."""
-    return module.act_fn(up)
-
-
 def default_gate(gate_order: str | None) -> Callable[..., Tensor]:
-    """silu(gate) * up, or silu(up) without gates: `(module, *outputs of up) -> input of down`.
-
-    Raises:
-        ValueError: an unknown order.
-    """
+    """silu(gate) * up, or silu(up) without gates: `(module, *outputs of up) -> input of down`."""
     if gate_order is not None and gate_order not in GATE_ORDERS:
         accepted = ", ".join(map(repr, GATE_ORDERS))
         raise ValueError(f"gate_order={gate_order!r} is unknown; use one of {accepted}, or None without gates")

@@ -65,12 +65,7 @@ def experts_forward(experts: nn.Module, hidden_states: Tensor, top_k_index: Tens
 
 
 def _check_routed(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> None:
-    """Check shapes and dtypes, by which kernels index.
-
-    Raises:
-        ValueError: the shapes do not fit.
-        TypeError: the ids are no integers.
-    """
+    """Check shapes and dtypes, by which kernels index, with the errors of `experts_forward`."""
     shapes = [tuple(tensor.shape) for tensor in (hidden_states, top_k_index, top_k_weights)]
     if hidden_states.dim() != 2 or top_k_index.dim() != 2 or shapes[1] != shapes[2] or shapes[0][0] != shapes[1][0]:
         raise ValueError(

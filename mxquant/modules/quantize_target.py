@@ -56,11 +56,7 @@ class Target(TiedSites):
         return replace(self.config.scheme, activation=None, activation_scale_mode=None)
 
     def matrices(self, weight: Tensor) -> Tensor:
-        """`weight`, of the parameter's shape, as [N, K]; of experts as [E, N, K] or [E, K, N].
-
-        Raises:
-            ValueError: it is no stack of matrices.
-        """
+        """`weight`, of the parameter's shape, as [N, K]; of experts as `ExpertsLayout.matrices` has it."""
         site = self.sites[0]
         return weight if site.layout is None else site.layout.matrices(site.module, weight)
 
@@ -243,9 +239,6 @@ def dequantized_parameter(parameter: nn.Parameter, layout: ExpertsLayout | None 
 
     Args:
         layout: the layout of the module, if it is a block of experts: a parameter that was 2-D is 2-D again.
-
-    Raises:
-        TypeError: the parameter is not quantized.
     """
     if not isinstance(parameter, MXTensor):
         raise TypeError(f"only a quantized parameter can be dequantized; got {type(parameter).__name__}")

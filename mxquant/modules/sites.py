@@ -32,7 +32,6 @@ class Site:
     impossible: str | None = None
     """Why it cannot be quantized at all."""
     layout: ExpertsLayout | None = None
-    """The layout of experts, where it is known."""
 
     @property
     def name(self) -> str:

@@ -16,10 +16,7 @@ _BIT_DTYPES = {torch.uint8, torch.float8_e4m3fn, torch.float8_e5m2, torch.float8
 
 
 def check_operand(operand: Operand, metadata: Metadata, shape: Sequence[int]) -> Operand:
-    """`operand`, in the canonical layout, if it fits the metadata and the logical shape.
-
-    Returns:
-        the same tensors, a per-tensor scale of one element made 0-dim.
+    """`operand`, in the canonical layout, with a per-tensor scale of one element made 0-dim.
 
     Raises:
         ValueError: a shape or device does not fit, or a per-tensor scale is missing or superfluous.
@@ -81,11 +78,7 @@ def check_multiplier(name: str, scale: Tensor, device: torch.device) -> None:
 
 
 def as_bits(name: str, tensor: Tensor) -> Tensor:
-    """`tensor` viewed as uint8.
-
-    Raises:
-        TypeError: neither uint8 nor an 8-bit float.
-    """
+    """A tensor of uint8 or of an 8-bit float, viewed as uint8; a TypeError for others."""
     if not isinstance(tensor, Tensor) or tensor.dtype not in _BIT_DTYPES:
         given = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
         raise TypeError(f"{name} is a tensor of bytes (uint8, or an 8-bit float taken as its bits); got {given}")

@@ -33,12 +33,7 @@ def describe(weight: MXTensor, dtype: torch.dtype | None = None, *, device: torc
 def problem_of(
     metadata: Metadata, shape: Sequence[int], device: torch.device, dtype: torch.dtype, contraction: str, experts: int
 ) -> Problem:
-    """The problem of a weight of that metadata and logical shape. Equal problems are one object.
-
-    Args:
-        contraction: `FORWARD` or `DGRAD`.
-        experts: matrices of a grouped matmul; 0 for a matmul with one matrix at a time.
-    """
+    """The problem of a weight of that metadata and logical shape. Equal problems are one object."""
     # Sizes may be symbolic while a graph is traced. The choice of a backend specializes on them.
     n, k = int(shape[-2 if metadata.axis == -1 else -1]), int(shape[metadata.axis])
     scheme = metadata.scheme if contraction == FORWARD else _weight_alone(metadata.scheme.weight)
@@ -130,11 +125,7 @@ def _as_class(cls: type[MXTensor], tensor: MXTensor, backend: str) -> MXTensor:
 
 
 def in_layout_of(backend: Backend, tensor: MXTensor) -> MXTensor | None:
-    """The tensor in the layout of `backend`, itself if it is; None if the layout cannot hold its values.
-
-    Raises:
-        ValueError: the layout does not keep the number of bytes.
-    """
+    """The tensor in the layout of `backend`, itself if it is; None if the layout cannot hold its values."""
     layout = backend.layout
     if tensor.metadata.layout == (CANONICAL if layout is None else layout.name):
         return tensor

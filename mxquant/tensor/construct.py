@@ -17,7 +17,7 @@ from mxquant.formats.spec import Format, get_format, resolve_scale_mode
 from mxquant.ops import hadamard, is_traced, quantize_blocks
 from mxquant.scheme import Scheme
 from mxquant.tensor.checks import check_multiplier
-from mxquant.tensor.metadata import Metadata
+from mxquant.tensor.metadata import DTYPES, Metadata
 from mxquant.tensor.mxtensor import MXTensor
 
 _NONFINITE = ("nan", "raise")
@@ -84,7 +84,7 @@ def quantize(
 def _check_input(x: Tensor, axis: int, nonfinite: str) -> None:
     if isinstance(x, MXTensor):
         raise NotImplementedError(f"{x!r} is quantized already; call .dequantize() first to quantize it anew")
-    if not isinstance(x, Tensor) or x.dtype not in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
+    if not isinstance(x, Tensor) or x.dtype not in DTYPES:
         given = f"a tensor of dtype {x.dtype}" if isinstance(x, Tensor) else type(x).__name__
         raise TypeError(
             f"only bfloat16, float16, float32 and float64 tensors can be quantized; got {given}. Convert it first"

@@ -32,11 +32,7 @@ def canonical_form(operand: Operand, metadata: Metadata, shape: Sequence[int]) -
 
 
 def dequantize(operand: Operand, metadata: Metadata, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """The values: contiguous, of the logical `shape`, in `dtype`, rotated back if the codes are rotated.
-
-    Raises:
-        TypeError: `dtype` is not bf16, fp16, fp32 or fp64.
-    """
+    """The values, as `MXTensor.dequantize` returns them: of the logical `shape`."""
     operand, metadata = canonical_form(operand, metadata, shape)
     scheme = metadata.scheme
     run = torch.ops.mxquant.dequantize if is_traced(operand.qdata) else _dequantize

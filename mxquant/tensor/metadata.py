@@ -24,11 +24,7 @@ _FIELDS = frozenset((*_SCHEME_FIELDS, "version", "format", "axis", "dtype", "blo
 
 
 def check_dtype(dtype: torch.dtype) -> torch.dtype:
-    """`dtype`, if the values of a quantized tensor can have it.
-
-    Raises:
-        TypeError: it is not bf16, fp16, fp32 or fp64.
-    """
+    """`dtype`, if the values of a quantized tensor can have it (bf16, fp16, fp32 or fp64); else a TypeError."""
     if dtype not in DTYPES:
         raise TypeError(
             f"a quantized tensor stands for bfloat16, float16, float32 or float64 values; got {dtype}. "

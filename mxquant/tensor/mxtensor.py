@@ -262,9 +262,6 @@ class MXTensor(torch.Tensor):
     # Copying and sharing: torch's own versions need a storage. Pickling is in `state`.
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MXTensor:
-        if id(self) in memo:
-            known: MXTensor = memo[id(self)]
-            return known
         copied = memo[id(self)] = self.rewrap(self.operand.map(torch.clone))
         copied.__dict__.update(copy.deepcopy(self.foreign_attributes() | self.parameter_mark(), memo))
         return copied
@@ -279,9 +276,7 @@ class MXTensor(torch.Tensor):
         return self
 
     def share_memory_(self) -> MXTensor:
-        for inner in self.operand:
-            if inner is not None:
-                inner.share_memory_()
+        self.operand.map(Tensor.share_memory_)
         return self
 
     def is_shared(self) -> bool:

@@ -180,11 +180,7 @@ def _run(
 
 
 def _one_scale(operand: Operand) -> Operand:
-    """The operand of a matrix with its per-tensor scale 0-dim: a backend multiplies the sum with it.
-
-    Raises:
-        NotImplementedError: its rows have different ones (weights of different scales, joined).
-    """
+    """The operand of a matrix with its per-tensor scale 0-dim: a backend multiplies the sum with it."""
     scale = operand.per_tensor_scale
     if scale is None or scale.numel() == 1:
         return operand
@@ -200,7 +196,7 @@ def _one_scale_each(operand: Operand) -> Operand:
 
 
 def _same(scale: Tensor, axis: int) -> Tensor:
-    """The first index of `axis`, where all have the same scales."""
+    """The first index of `axis`; a NotImplementedError if others have other scales, as joined weights may."""
     first = scale.narrow(axis, 0, 1)
     if not bool((scale == first).all()):
         raise NotImplementedError(

@@ -112,11 +112,7 @@ def unflatten_state_dict(tensors: Mapping[str, Tensor], metadata: Mapping[str, s
 
 
 def parse_metadata(metadata: Mapping[str, str]) -> tuple[dict[str, Any], dict[str, str]]:
-    """The fields of each quantized tensor and the tied names that `flatten_state_dict` wrote.
-
-    Raises:
-        ValueError: the metadata is missing, damaged or of an unknown version.
-    """
+    """The fields of each quantized tensor and the tied names, from what `flatten_state_dict` wrote; or a ValueError."""
     if METADATA_KEY not in metadata:
         raise ValueError(
             f"no {METADATA_KEY!r} in the metadata (it has {sorted(metadata)}); pass on the metadata that "

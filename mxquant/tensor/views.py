@@ -141,12 +141,9 @@ def select(tensor: MXTensor, dim: int, index: int) -> MXTensor:
 
 
 def _indexable(tensor: MXTensor, dim: int, action: str) -> tuple[MXTensor, int]:
-    """The tensor in a layout that can be indexed along `dim`, and the physical position of that axis.
+    """The tensor in a layout that can be indexed along `dim`, and that axis's physical position.
 
-    Any layout can, if the tensor is a stack that is indexed by matrix. Else it is the canonical one.
-
-    Raises:
-        NotImplementedError: `dim` is the blocked axis.
+    A stack that is indexed by matrix is left in its layout. `action` is refused of the blocked axis.
     """
     lead = _lead(tensor, dim)
     if lead is None:
