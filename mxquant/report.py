@@ -118,7 +118,7 @@ class Summary:
             headers += ["SQNR dB"] * has_sqnr + ["output SQNR dB"] * has_outputs
             yield headers, [_cells(row, has_sqnr, has_outputs) for row in self.quantized]
         if self.skipped:
-            rows = [[_names(row), row.reason, _sizes(row.shape), f"{row.nbytes:,}"] for row in self.skipped]
+            rows = [[_tied_names(row), row.reason, _sizes(row.shape), f"{row.nbytes:,}"] for row in self.skipped]
             yield ["not quantized", "reason", "shape", "bytes"], rows
 
     def _totals(self) -> str:
@@ -182,7 +182,7 @@ def _quantized_row(weight: MXTensor, holders: list[_Holder], backend: str, sqnr_
     return QuantizedWeight(name, kind, weight.format, wa, backend, shape, weight.nbytes, bits, sqnr_db, tied, rotation)
 
 
-def _names(row: QuantizedWeight | SkippedWeight) -> str:
+def _tied_names(row: QuantizedWeight | SkippedWeight) -> str:
     return " = ".join((row.name, *row.tied))
 
 
@@ -212,7 +212,7 @@ def _original_of(weight: MXTensor, holders: list[_Holder], originals: Mapping[st
 
 def _cells(row: QuantizedWeight, has_sqnr: bool, has_outputs: bool) -> list[str]:
     rotation = f", rotation {row.rotation}" if row.rotation else ""
-    cells = [_names(row), row.kind, row.format, row.precision + rotation, row.backend, _sizes(row.shape)]
+    cells = [_tied_names(row), row.kind, row.format, row.precision + rotation, row.backend, _sizes(row.shape)]
     cells += [f"{row.bits_per_weight:.2f}", f"{row.nbytes:,}"]
     decibels = [row.sqnr_db] * has_sqnr + [row.output_sqnr_db] * has_outputs
     return [*cells, *("" if value is None else f"{value:.2f}" for value in decibels)]

@@ -49,7 +49,7 @@ class SavedStages:
         """Refuse files that are damaged or belong to other inputs, with a ValueError that says what differs."""
         for number in sorted(self._finished):
             file = self._file(number)
-            _, _, fingerprints = _load(file)
+            _, _, fingerprints = _read_stage(file)
             if differing := sorted(key for key, value in self._fingerprints.items() if fingerprints.get(key) != value):
                 raise ValueError(
                     f"{file} was made with another {' and another '.join(differing)}; call with what it was made with, "
@@ -62,7 +62,7 @@ class SavedStages:
 
     def read(self, number: int) -> dict[str, MXTensor]:
         """The weights of a finished stage, by name, on the CPU."""
-        tensors, header, _ = _load(self._file(number))
+        tensors, header, _ = _read_stage(self._file(number))
         weights = unflatten_state_dict(tensors, header)
         return {name: weight for name, weight in weights.items() if isinstance(weight, MXTensor)}
 
@@ -151,7 +151,7 @@ def _number_of(file: Path) -> int:
     return int(digits) if digits.isascii() and digits.isdecimal() else -1
 
 
-def _load(file: Path) -> tuple[dict[str, Tensor], dict[str, str], dict[str, Any]]:
+def _read_stage(file: Path) -> tuple[dict[str, Tensor], dict[str, str], dict[str, Any]]:
     """A stage's tensors, in memory of their own, its header, and the fingerprints of its inputs.
 
     Raises a ValueError if the file is damaged or not a saved stage.

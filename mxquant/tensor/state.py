@@ -62,11 +62,11 @@ def flatten_state_dict(state_dict: Mapping[str, Tensor]) -> tuple[dict[str, Tens
 def tied_names(state_dict: Mapping[str, Tensor]) -> dict[str, str]:
     """The names of tied tensors, each with the first name in the state dict of the same tensor."""
     first_names: dict[Any, str] = {}
-    firsts = {name: first_names.setdefault(_place(tensor) or name, name) for name, tensor in state_dict.items()}
+    firsts = {name: first_names.setdefault(_memory_of(tensor) or name, name) for name, tensor in state_dict.items()}
     return {name: first for name, first in firsts.items() if first != name}
 
 
-def _place(tensor: Tensor) -> tuple[Any, ...] | None:
+def _memory_of(tensor: Tensor) -> tuple[Any, ...] | None:
     """What tied tensors have in common: memory, shape, strides and dtype; None for a tensor without memory."""
     inner = tensor.qdata if isinstance(tensor, MXTensor) else tensor
     if tensor.is_meta or inner.numel() == 0 or tensor.layout != torch.strided:
