@@ -21,8 +21,9 @@ from typing import Any
 import torch
 
 from mxquant.checkpoints import Content, get_producer, read_content, writable_producers
-from mxquant.checkpoints.compare import Comparison, TensorDifference, compare
+from mxquant.checkpoints.compare import compare
 from mxquant.checkpoints.files import without_duplicates
+from mxquant.checkpoints.weight_spec import build
 from mxquant.config import resolve_mapping
 from mxquant.explanation import explain
 from mxquant.formats import ACTIVATION_FORMATS, FORMAT_ALIASES, WEIGHT_FORMATS, get_format
@@ -37,24 +38,19 @@ _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**
 
 @dataclass(frozen=True)
 class _Answer:
-    """What a command prints."""
+    """What a command prints: `result` as JSON with `--json`, `text` without."""
 
     result: Any
-    """Printed as JSON with `--json`."""
     text: str
-    """Printed without `--json`."""
     complaint: str | None = None
     """Printed on stderr if the command was done only in part."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command.
+    """Run one command and return its exit code.
 
     Args:
         arguments: the command line without the program's name; None: that of `sys.argv`.
-
-    Returns:
-        the exit code.
 
     Raises:
         SystemExit: wrong usage, with code 2.
@@ -177,13 +173,12 @@ def _run_quantize(options: argparse.Namespace) -> _Answer:
         "bytes_before": done.nbytes_before,
         "bytes": done.nbytes,
     }
-    skipped = "".join(
-        f"\nleft as they are, {reason}: {len(names)} ({_some(names)})" for reason, names in sorted(reasons.items())
-    )
     text = (
         f"{done.weights} weights quantized, {done.nbytes_before:,} bytes to {done.nbytes:,}, as {options.producer} in "
-        f"{options.destination}{skipped}"
+        f"{options.destination}"
     )
+    for reason, names in sorted(reasons.items()):
+        text += f"\nleft as they are, {reason}: {len(names)} ({_some(names)})"
     return _Answer(result, text)
 
 
@@ -193,32 +188,27 @@ def _some(names: Sequence[str]) -> str:
 
 
 def _config_of(options: argparse.Namespace) -> object:
-    """The config that `--format` or `--config` gives, with the activation scale modes of the producer's files."""
+    """What `--format` or `--config` gives. Where it names no activation scale mode, that of the producer's readers."""
+    activation = options.activation or "same"
+    given: object = {"weight": options.format, "activation": None if activation == "none" else activation}
     if options.config is not None:
         if options.activation is not None:
             options.refuse_usage("--activation goes with --format; with --config, write it in the file")
-        file = Path(options.config)
-        if not file.is_file():
-            options.refuse_usage(f"--config {file} is no file; name one with JSON as quantize_ takes it")
-        return _with_producers_modes(resolve_mapping(_read_config(file)), options.producer)
-    activation = options.activation or "same"
-    fields: dict[str, Any] = {"weight": options.format, "activation": None if activation == "none" else activation}
-    return _with_producers_modes(resolve_mapping(fields), options.producer)
-
-
-def _with_producers_modes(mapping: dict[str, Any], producer: str) -> dict[str, Any]:
-    """A mapping whose configs round activations as readers of the producer's files do, unless they name a mode."""
-    completed = dict(mapping)
+        given = _read_config(options)
+    mapping = resolve_mapping(given)
     for key, config in mapping.items():
         if config is None or config.activation_format is None or config.activation_scale_mode is not None:
             continue
-        implied = get_producer(producer).activation_scale_mode(config.activation_format)
+        implied = get_producer(options.producer).activation_scale_mode(config.activation_format)
         if implied is not None and get_format(config.activation_format, activation=True).scale_modes:
-            completed[key] = replace(config, activation_scale_mode=implied)
-    return completed
+            mapping[key] = replace(config, activation_scale_mode=implied)
+    return mapping
 
 
-def _read_config(file: Path) -> object:
+def _read_config(options: argparse.Namespace) -> object:
+    file = Path(options.config)
+    if not file.is_file():
+        options.refuse_usage(f"--config {file} is no file; name one with JSON as quantize_ takes it")
     try:
         content = json.loads(file.read_text(encoding="utf-8"), object_pairs_hook=without_duplicates)
     except (ValueError, RecursionError) as error:
@@ -276,19 +266,13 @@ def _row(content: Content, name: str) -> dict[str, Any]:
 
 
 def _run_report(options: argparse.Namespace) -> _Answer:
-    differences: list[TensorDifference] = []
-    whole = Comparison()
-    for found in compare(options.first, options.second, parameters_of):
-        if isinstance(found, TensorDifference):
-            differences.append(found)
-        else:
-            whole = found
+    whole = compare(options.first, options.second, parameters_of)
     result = {
         "first": str(options.first),
         "second": str(options.second),
         "tensors": [
             vars(d) | {"kinds": list(d.kinds), "shape": list(d.shape), "sqnr_db": _finite(d.sqnr_db)}
-            for d in differences
+            for d in whole.tensors
         ],
         "only_first": whole.only_first,
         "only_second": whole.only_second,
@@ -302,7 +286,7 @@ def _run_report(options: argparse.Namespace) -> _Answer:
             "-" if d.differing_bytes is None else f"{d.differing_bytes:,}",
             f"{d.nbytes:,}",
         ]
-        for d in differences
+        for d in whole.tensors
     ]
     lines = [text_table(["tensor", "A", "B", "SQNR dB", "differing bytes", "bytes"], cells)] if cells else []
     left_out = {
@@ -348,4 +332,4 @@ def _without_values(content: Content, name: str) -> Any:
             return torch.ones(tensors[part].shape)
         return torch.zeros(1, dtype=torch.uint8).expand(tensors[part].shape)
 
-    return content.read_quantized(spec, read)
+    return build(spec, content.dtype, read)

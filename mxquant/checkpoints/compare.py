@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -37,8 +37,6 @@ class TensorDifference:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The whole comparison."""
-
     tensors: list[TensorDifference] = field(default_factory=list)
     only_first: list[str] = field(default_factory=list)
     only_second: list[str] = field(default_factory=list)
@@ -61,9 +59,9 @@ class Tensors(Protocol):
 def compare(
     first: str | os.PathLike[str],
     second: str | os.PathLike[str],
-    by_model: Callable[[Content], Tensors | None] = lambda content: None,
-) -> Iterator[TensorDifference | Comparison]:
-    """Yield the difference of each tensor that both checkpoints have, and finally the whole comparison.
+    by_model: Callable[[Content], Tensors | None],
+) -> Comparison:
+    """Compare each tensor that both checkpoints have.
 
     Args:
         by_model: gives a checkpoint's tensors under the names of its model, or None if the model is unknown. It is
@@ -83,11 +81,9 @@ def compare(
     for name in common:
         if a.shape(name) != b.shape(name):
             result.other_shapes.append(name)
-            continue
-        difference = _difference(name, a, b)
-        result.tensors.append(difference)
-        yield difference
-    yield result
+        else:
+            result.tensors.append(_difference(name, a, b))
+    return result
 
 
 def _named_alike(a: Content, b: Content, by_model: Callable[[Content], Tensors | None]) -> tuple[Tensors, Tensors]:

@@ -13,14 +13,14 @@ Source: compressed-tensors 0.20 `compressors/{nvfp4,mxfp4,mxfp8}/base.py`, `quan
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from mxquant.checkpoints.files import CONFIG, Checkpoint, Documents
-from mxquant.checkpoints.producer import Producer, Reading, kv_cache_scales, matches, module_of
+from mxquant.checkpoints.producer import Producer, Reading, codes_and_scales, matches, module_of, modules_of_bytes
 from mxquant.checkpoints.weight_spec import WeightSpec
 from mxquant.formats import get_format
 from mxquant.scheme import Scheme
@@ -36,12 +36,12 @@ _NAMES = {
 # NOTE: `compressors/mx_utils.py` rounds every MX scale as for an E2M1 element.
 _ACTIVATION_MODES = {"mxfp4": "even", "mxfp6_e2m3": "even", "mxfp8_e4m3": "even_fp4", "nvfp4": "even"}
 _LINEAR = "Linear"
-_KV_SCALES = (".k_scale", ".v_scale", ".q_scale")
 
 
 class CompressedTensors(Producer):
     name = "compressed-tensors"
     suffixes = (".weight_packed", ".weight_scale", ".weight_global_scale", ".input_global_scale")
+    kv_cache_suffixes = (".k_scale", ".v_scale", ".q_scale")
 
     def recognizes(self, checkpoint: Checkpoint) -> bool:
         return checkpoint.quantization_config.get("quant_method") == self.name
@@ -49,13 +49,12 @@ class CompressedTensors(Producer):
     def read(self, checkpoint: Checkpoint) -> Reading:
         config = checkpoint.quantization_config
         if transforms := config.get("transform_config"):
-            raise NotImplementedError(
-                f"transform_config {transforms!r}: transforms of activations are not computed here"
-            )
+            raise NotImplementedError(f"transform_config {transforms!r}: activations are not transformed here")
         groups = _groups(config)
-        modules = sorted(set(_modules(checkpoint)))
+        packed = [name.removesuffix(".weight_packed") for name in checkpoint.tensors if name.endswith(".weight_packed")]
+        modules = sorted({*packed, *modules_of_bytes(checkpoint)})
         quantized = [_weight_spec(module, _group_of(module, groups), checkpoint) for module in modules]
-        return Reading(quantized, kv_cache_scales(checkpoint, _KV_SCALES))
+        return Reading(quantized)
 
     def activation_scale_mode(self, activation: str) -> str | None:
         return _ACTIVATION_MODES.get(activation)
@@ -76,11 +75,10 @@ class CompressedTensors(Producer):
         self.check_activation_scale_mode(name, weight)
         module, canonical = module_of(name), weight.canonical()
         codes = "weight" if weight.format == "mxfp8_e4m3" else "weight_packed"
-        qdata = canonical.qdata.view(torch.float8_e4m3fn) if codes == "weight" else canonical.qdata
-        tensors = {f"{module}.{codes}": qdata, f"{module}.weight_scale": canonical.scale}
+        qdata, scale = codes_and_scales(canonical)
+        tensors = {f"{module}.{codes}": qdata, f"{module}.weight_scale": scale}
         if weight.format != "nvfp4":
             return tensors
-        tensors[f"{module}.weight_scale"] = canonical.scale.view(torch.float8_e4m3fn)
         multiplier = self.one_scale(name, weight, canonical.per_tensor_scale)
         assert multiplier is not None
         stored = f"{module}.weight_global_scale"
@@ -166,9 +164,6 @@ def _group_of(module: str, groups: list[dict[str, Any]]) -> dict[str, Any]:
 
     NOTE: The files do not say which classes a model's modules have. Of the targets without a dot only "Linear" is taken
     for a class; another one, such as "lm_head", may be a top-level module, and means that alone.
-
-    Raises:
-        ValueError: there is no such group.
     """
     for group in groups:
         if any(matches(target, module) for target in group["targets"]):
@@ -181,14 +176,6 @@ def _group_of(module: str, groups: list[dict[str, Any]]) -> dict[str, Any]:
         f"{module} is quantized, but is not among the targets of any group: {targets}; read are names of modules, "
         f"re:... and the class {_LINEAR}"
     )
-
-
-def _modules(checkpoint: Checkpoint) -> Iterator[str]:
-    for name, info in checkpoint.tensors.items():
-        if name.endswith(".weight_packed"):
-            yield name.removesuffix(".weight_packed")
-        elif name.endswith(".weight") and info.dtype.startswith("F8"):
-            yield name.removesuffix(".weight")
 
 
 def _weight_spec(module: str, group: Mapping[str, Any], checkpoint: Checkpoint) -> WeightSpec:
@@ -204,9 +191,7 @@ def _weight_spec(module: str, group: Mapping[str, Any], checkpoint: Checkpoint) 
         if activation == "nvfp4":
             static = name if not is_dynamic or name in checkpoint.tensors else None
         elif not is_dynamic:
-            raise NotImplementedError(
-                f"{module}: static scales of {activation} activations are not read: {arguments!r}"
-            )
+            raise NotImplementedError(f"{module}: static scales of {activation} activations are not read: {arguments}")
     mode = None if activation is None else _ACTIVATION_MODES[activation]
     return WeightSpec(
         name=f"{module}.weight",

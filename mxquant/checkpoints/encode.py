@@ -20,7 +20,6 @@ class Encoded:
 
     producer: Producer
     weights: dict[str, MXTensor]
-    """The quantized weights."""
     tensors: dict[str, dict[str, Tensor]]
     """For each tensor of the state dict, the file's tensors: views of its own where possible."""
     documents: Documents

@@ -43,7 +43,7 @@ class TensorInfo:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What is on disk, made by `open_checkpoint`."""
+    """What is on disk."""
 
     path: Path
     """The folder, also of a single file."""
@@ -56,11 +56,15 @@ class Checkpoint:
     """Other JSON files that describe the weights, by file name; those that are there."""
 
     @property
+    def configs(self) -> list[dict[str, Any]]:
+        """config.json and its `text_config`, where there is one."""
+        return [config for config in (self.config, self.config.get("text_config")) if isinstance(config, dict)]
+
+    @property
     def quantization_config(self) -> dict[str, Any]:
-        """Of config.json, or of its `text_config`; empty where there is none."""
-        for holder in (self.config, self.config.get("text_config")):
-            found = holder.get("quantization_config") if isinstance(holder, dict) else None
-            if found is not None:
+        """Of the first of `configs` that has one; empty where none has."""
+        for config in self.configs:
+            if (found := config.get("quantization_config")) is not None:
                 return _object(found, self.path / CONFIG, "quantization_config")
         return {}
 
@@ -121,8 +125,13 @@ def open_checkpoint(path: str | os.PathLike[str], sidecars: Iterable[str] = ()) 
         contents = {name: json_of(folder / name) for name in (CONFIG, *sidecars)}
         documents = {name: content for name, content in contents.items() if content is not None}
     checkpoint = Checkpoint(folder, tensors, tuple(headers), documents.pop(CONFIG, {}), documents)
-    if given.is_file() and _SHARD.fullmatch(given.name) and not headers:
-        _refuse_part(given, checkpoint)
+    # NOTE: without headers only the config says which tensors are codes and scales, and they may be in other shards.
+    is_part = given.is_file() and _SHARD.fullmatch(given.name) and not headers
+    if is_part and (checkpoint.quantization_config or checkpoint.sidecars):
+        raise ValueError(
+            f"{given} is one of several files of a quantized checkpoint, and its header does not say what is "
+            f"quantized; give the folder, {folder}"
+        )
     return checkpoint
 
 
@@ -132,21 +141,8 @@ def _has_configs(file: Path) -> bool:
     return alone or file.name == WEIGHTS or _SHARD.fullmatch(file.name) is not None
 
 
-def _refuse_part(file: Path, checkpoint: Checkpoint) -> None:
-    """Refuse one shard where only the config says which tensors are codes and scales: they may be in other shards."""
-    if checkpoint.quantization_config or checkpoint.sidecars:
-        raise ValueError(
-            f"{file} is one of several files of a quantized checkpoint, and its header does not say what is quantized; "
-            f"give the folder, {checkpoint.path}"
-        )
-
-
 def headers_of(files: Iterable[str | os.PathLike[str]]) -> list[dict[str, str]]:
-    """The distinct string metadata of safetensors files' headers.
-
-    Raises:
-        ValueError: a file is damaged.
-    """
+    """The distinct string metadata of safetensors files' headers; ValueError if a file is damaged."""
     headers: list[dict[str, str]] = []
     for file in map(Path, files):
         _add(file.parent, file.name, {}, headers)
@@ -169,11 +165,7 @@ def _files_of(folder: Path) -> tuple[list[str], dict[str, str] | None]:
 
 
 def _are_all_shards(folder: Path, names: list[str]) -> bool:
-    """Whether the names of files without an index are those of all shards of one checkpoint.
-
-    Raises:
-        ValueError: a shard is missing.
-    """
+    """Whether the names of files without an index are those of all shards of one checkpoint."""
     parts = [_SHARD.fullmatch(name) for name in names]
     whole = {(part[1], int(part[3])) for part in parts if part is not None}
     if not names or None in parts or len(whole) > 1:

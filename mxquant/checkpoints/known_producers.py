@@ -27,16 +27,12 @@ def weight_suffixes() -> tuple[str, ...]:
 
 
 def recognize(checkpoint: Checkpoint) -> Producer | None:
-    """The producer that wrote a checkpoint; None if it is not quantized.
-
-    Raises:
-        NotImplementedError: it is quantized, by an unknown producer.
-    """
+    """The producer that wrote a checkpoint; None if it is not quantized, NotImplementedError if it is by others."""
     for producer in PRODUCERS.values():
         if producer.recognizes(checkpoint):
             return producer
-    method = checkpoint.quantization_config.get("quant_method")
     if checkpoint.quantization_config or checkpoint.sidecars:
+        method = checkpoint.quantization_config.get("quant_method")
         raise NotImplementedError(
             f"{checkpoint.path} is quantized by quant_method {method!r}; read are {', '.join(PRODUCERS)}"
         )
@@ -44,11 +40,7 @@ def recognize(checkpoint: Checkpoint) -> Producer | None:
 
 
 def get_producer(name: str) -> Producer:
-    """The producer called `name`.
-
-    Raises:
-        ValueError: there is none.
-    """
+    """The producer called `name`; ValueError if there is none."""
     if name not in PRODUCERS:
         raise ValueError(f"producer {name!r} is unknown; use one of {', '.join(PRODUCERS)}")
     return PRODUCERS[name]
@@ -60,12 +52,7 @@ def writable_producers() -> list[str]:
 
 
 def get_writer(name: str) -> Producer:
-    """The producer called `name`, whose files are to be written.
-
-    Raises:
-        ValueError: there is none.
-        NotImplementedError: its files are only read.
-    """
+    """As `get_producer`; NotImplementedError if the producer's files are only read."""
     producer = get_producer(name)
     if not producer.can_write:
         raise NotImplementedError(

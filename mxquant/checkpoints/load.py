@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -14,7 +15,6 @@ from mxquant.checkpoints.files import Checkpoint, Reader, TensorInfo, open_check
 from mxquant.checkpoints.known_producers import recognize, sidecar_files, weight_suffixes
 from mxquant.checkpoints.producer import ModelLayout, Producer, Reading, Rows
 from mxquant.checkpoints.weight_spec import WeightSpec, build, checked
-from mxquant.tensor import MXTensor
 from mxquant.tensor.metadata import logical_shape
 
 _logger = logging.getLogger("mxquant")
@@ -32,7 +32,7 @@ class Content:
     ordinary: list[str]
     """The unquantized tensors."""
     ignored: dict[str, str]
-    """As `Reading.ignored`."""
+    """A KV cache's scales, each with the reason."""
     aliases: dict[str, str]
     """As `Reading.aliases`."""
     dtype: torch.dtype
@@ -74,15 +74,11 @@ class Content:
         if spec is None:
             rows = self.rows.get(name)
             return reader.read(name) if rows is None else reader.read(rows.source)[rows.first : rows.last]
-        return self.read_quantized(spec, reader.read)
+        return build(spec, self.dtype, reader.read)
 
     def read_alone(self, name: str) -> Tensor:
-        """Read one tensor by a reader of its own, so that its file is unmapped with the tensor."""
+        """Read one tensor. Its file is unmapped with it."""
         return self.read(name, Reader(self.checkpoint))
-
-    def read_quantized(self, spec: WeightSpec, read: Callable[[str], Tensor]) -> MXTensor:
-        """Build one weight from the tensors that `read` gives."""
-        return build(spec, self.dtype, read)
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The logical shape, from the headers."""
@@ -127,27 +123,23 @@ def read_content(path: str | os.PathLike[str]) -> Content:
             if name in used:
                 raise ValueError(f"{name!r} belongs both to {used[name]!r} and to {spec.name!r}")
             used[name] = spec.name
-    ordinary = [name for name in checkpoint.tensors if name not in used and name not in reading.ignored]
+    suffixes = () if producer is None else producer.kv_cache_suffixes
+    ignored = {name: "scale of a KV cache" for name in checkpoint.tensors if name.endswith(suffixes)}
+    ordinary = [name for name in checkpoint.tensors if name not in used and name not in ignored]
     _check_ordinary(ordinary, quantized, checkpoint, producer)
-    _check_aliases(reading.aliases, {*quantized, *ordinary})
-    if reading.ignored:
-        _logger.warning(
-            "%d tensors of %s are ignored: %s (%s)",
-            len(reading.ignored),
-            checkpoint.path,
-            next(iter(reading.ignored.values())),
-            next(iter(reading.ignored)),
-        )
-    dtype = _model_dtype(checkpoint)
-    ignored, aliases = dict(reading.ignored), reading.aliases
+    names = {*quantized, *ordinary}
+    for name, first in reading.aliases.items():
+        if name in names or first not in names:
+            raise ValueError(f"the metadata says that {name!r} stands for {first!r}; the tensors say otherwise")
+    if ignored:
+        name, reason = next(iter(ignored.items()))
+        _logger.warning("%d tensors of %s are ignored: %s (%s)", len(ignored), checkpoint.path, reason, name)
+    dtype, aliases = _model_dtype(checkpoint), reading.aliases
     return Content(checkpoint, producer, quantized, ordinary, ignored, aliases, dtype, reading.model_layout)
 
 
 def _read_configs(checkpoint: Checkpoint) -> tuple[Producer | None, Reading]:
-    """The producer, and what it finds.
-
-    NOTE: configs are untrusted. A value of a wrong type, which the producer's code trips over, is reported as damage.
-    """
+    """NOTE: configs are untrusted. A value of a wrong type, which the producer's code trips over, is damage."""
     try:
         producer = recognize(checkpoint)
         return producer, Reading([]) if producer is None else producer.read(checkpoint)
@@ -196,31 +188,16 @@ def _check_ordinary(
             raise ValueError(f"{name!r} is {info.dtype} in {who}, but no scales say what its codes mean")
 
 
-def _check_aliases(aliases: Mapping[str, str], names: set[str]) -> None:
-    for name, first in aliases.items():
-        if name in names or first not in names:
-            raise ValueError(f"the metadata says that {name!r} stands for {first!r}; the tensors say otherwise")
-
-
 def _model_dtype(checkpoint: Checkpoint) -> torch.dtype:
     """The model's dtype by its config; bf16 if it names none."""
-    for holder in _configs(checkpoint):
+    for config in checkpoint.configs:
         for key in ("dtype", "torch_dtype"):
-            name = holder.get(key)
+            name = config.get(key)
             if isinstance(name, str) and name.removeprefix("torch.") in _DTYPES:
                 return _DTYPES[name.removeprefix("torch.")]
     return torch.bfloat16
 
 
-def _configs(checkpoint: Checkpoint) -> Iterator[dict[str, object]]:
-    yield checkpoint.config
-    if isinstance(inner := checkpoint.config.get("text_config"), dict):
-        yield inner
-
-
 def _nbytes(info: TensorInfo) -> int:
     bits = {"BOOL": 8, "F4": 4}.get(info.dtype) or int("".join(filter(str.isdigit, info.dtype.partition("_")[0])))
-    count = 1
-    for size in info.shape:
-        count *= size
-    return count * bits // 8
+    return math.prod(info.shape) * bits // 8

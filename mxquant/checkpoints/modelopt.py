@@ -19,11 +19,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from mxquant.checkpoints.files import CONFIG, Checkpoint, Documents
-from mxquant.checkpoints.producer import Producer, Reading, kv_cache_scales, matches, module_of, modules_of_bytes
+from mxquant.checkpoints.producer import Producer, Reading, linear_spec, matches, module_of, modules_of_bytes
 from mxquant.checkpoints.weight_spec import WeightSpec
 from mxquant.formats import get_format
 from mxquant.scheme import Scheme
@@ -46,7 +45,6 @@ _ALGORITHMS = {
 }
 _OWN_CONFIG = "hf_quant_config.json"
 _FORMATS = ("nvfp4", "mxfp8_e4m3", "mxfp4")
-_KV_SCALES = (".k_scale", ".v_scale")
 _UNREAD = ("pre_quant_scale", "svdquant_lora_a", "svdquant_lora_b")
 _MIXED = "MIXED_PRECISION"
 
@@ -55,6 +53,7 @@ class ModelOpt(Producer):
     name = "modelopt"
     sidecars = (_OWN_CONFIG,)
     suffixes = (".weight_scale", ".weight_scale_2", ".input_scale")
+    kv_cache_suffixes = (".k_scale", ".v_scale")
 
     def recognizes(self, checkpoint: Checkpoint) -> bool:
         method = checkpoint.quantization_config.get("quant_method")
@@ -70,34 +69,22 @@ class ModelOpt(Producer):
             if name.rpartition(".")[2] in _UNREAD:
                 raise NotImplementedError(f"{name!r}: AWQ and SVD scale activations before a matmul, which is not read")
         quantized = [_weight_spec(module, config, checkpoint) for module in modules_of_bytes(checkpoint)]
-        return Reading(quantized, kv_cache_scales(checkpoint, _KV_SCALES))
+        return Reading(quantized)
 
     def activation_scale_mode(self, activation: str) -> str | None:
         return get_format(activation, activation=True).default_scale_mode
 
     def encode(self, name: str, weight: MXTensor, stored_scales: Mapping[str, Tensor]) -> dict[str, Tensor]:
         self.check_matrix(name, weight, _FORMATS)
-        algorithm = _ALGORITHMS[self._algorithm_of(name, weight)]
+        self._algorithm_of(name, weight)
         self.check_activation_scale_mode(name, weight)
-        module, canonical = module_of(name), weight.canonical()
-        codes_dtype = torch.float8_e4m3fn if algorithm.format == "mxfp8_e4m3" else torch.uint8
-        scale_dtype = torch.float8_e4m3fn if algorithm.format == "nvfp4" else torch.uint8
-        tensors = {
-            name: canonical.qdata.view(codes_dtype),
-            f"{module}.weight_scale": canonical.scale.view(scale_dtype),
-        }
-        multiplier = self.one_scale(name, weight, canonical.per_tensor_scale)
-        static = self.one_scale(name, weight, canonical.activation_scale)
-        optional = {"weight_scale_2": multiplier, "input_scale": static}
-        return tensors | {f"{module}.{part}": scale for part, scale in optional.items() if scale is not None}
+        return self.encode_linear(name, weight, "input_scale")
 
     def config(self, weights: Mapping[str, MXTensor], ordinary: Iterable[str]) -> Documents:
         excluded = sorted(ordinary)
         layers = {module_of(name): _described(self._algorithm_of(name, weight)) for name, weight in weights.items()}
-        names = {layer["quant_algo"] for layer in layers.values()}
-        if len(names) == 1:
-            described = next(iter(layers.values()))
-        else:
+        described, *others = layers.values()
+        if any(layer != described for layer in others):
             described = {"quant_algo": _MIXED, "quantized_layers": layers}
         producer = {"name": self.name, "version": "0.47.0"}
         return {
@@ -109,11 +96,7 @@ class ModelOpt(Producer):
         }
 
     def _algorithm_of(self, name: str, weight: MXTensor) -> str:
-        """The algorithm that stands for the weight's scheme.
-
-        Raises:
-            NotImplementedError: there is none.
-        """
+        """The algorithm that stands for the weight's scheme, which is refused if there is none."""
         static = weight.activation_scale is not None
         for algorithm, fields in _ALGORITHMS.items():
             if fields[:2] == (weight.format, weight.activation) and fields.static in (None, static):
@@ -139,16 +122,11 @@ def _described(algorithm: str) -> dict[str, Any]:
 
 def _weight_spec(module: str, config: Mapping[str, Any], checkpoint: Checkpoint) -> WeightSpec:
     algorithm = _ALGORITHMS[_algorithm_name(module, config)]
-    input_scale = f"{module}.input_scale"
-    static = algorithm.static or (algorithm.static is None and input_scale in checkpoint.tensors)
-    return WeightSpec(
-        name=f"{module}.weight",
-        scheme=Scheme(algorithm.format, algorithm.activation, static_activation_scale=bool(static)),
-        qdata=f"{module}.weight",
-        scale=f"{module}.weight_scale",
-        per_tensor_scale=f"{module}.weight_scale_2" if algorithm.format == "nvfp4" else None,
-        activation_scale=input_scale if static else None,
-    )
+    is_static = algorithm.static
+    if is_static is None:
+        is_static = f"{module}.input_scale" in checkpoint.tensors
+    scheme = Scheme(algorithm.format, algorithm.activation, static_activation_scale=is_static)
+    return linear_spec(module, scheme, "input_scale")
 
 
 def _algorithm_name(module: str, config: Mapping[str, Any]) -> str:

@@ -9,11 +9,13 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, NoReturn
 
+import torch
 from torch import Tensor
 
 from mxquant.checkpoints.files import Checkpoint, Documents
 from mxquant.checkpoints.weight_spec import WeightSpec
 from mxquant.formats import get_format
+from mxquant.scheme import Scheme
 from mxquant.tensor import MXTensor
 
 
@@ -43,8 +45,6 @@ class Reading:
     """What a producer finds in the headers and configs of its files."""
 
     quantized: list[WeightSpec]
-    ignored: dict[str, str] = field(default_factory=dict)
-    """Tensors that are no part of the weights, such as a KV cache's scales, each with the reason."""
     aliases: dict[str, str] = field(default_factory=dict)
     """Tied names, each with the name of the tensor that is stored."""
     model_layout: Callable[[Iterable[WeightSpec]], ModelLayout] | None = None
@@ -63,6 +63,8 @@ class Producer(ABC):
     """JSON files of its own beside config.json. They are read with the headers, and belong to the weights."""
     suffixes: ClassVar[tuple[str, ...]] = ()
     """Name endings of the tensors that make up a quantized weight. Such a tensor without a weight is an error."""
+    kv_cache_suffixes: ClassVar[tuple[str, ...]] = ()
+    """Name endings of a KV cache's scales, which are ignored."""
     can_write: ClassVar[bool] = True
     """Whether `encode` and `config` are implemented."""
     stores_aliases: ClassVar[bool] = False
@@ -160,17 +162,26 @@ class Producer(ABC):
             self.refuse(name, weight, lost, f"quantize with activation_scale_mode={implied!r}, or weight-only")
 
     def one_scale(self, name: str, weight: MXTensor, scale: Tensor | None) -> Tensor | None:
-        """A per-tensor or static scale as a 0-dim tensor.
-
-        Raises:
-            NotImplementedError: parts of the weight have different scales.
-        """
+        """A per-tensor or static scale as a 0-dim tensor. Different scales of parts of the weight are refused."""
         if scale is None:
             return None
         first = scale.flatten()[0]
         if bool((scale != first).any()):
             self.refuse(name, weight, "different per-tensor scales of its rows")
         return first.clone()
+
+    def encode_linear(self, name: str, weight: MXTensor, activation_scale: str | None) -> dict[str, Tensor]:
+        """The tensors of `linear_spec`."""
+        module, canonical = module_of(name), weight.canonical()
+        qdata, scale = codes_and_scales(canonical)
+        tensors = {name: qdata, f"{module}.weight_scale": scale}
+        multiplier = self.one_scale(name, weight, canonical.per_tensor_scale)
+        if multiplier is not None:
+            tensors[f"{module}.weight_scale_2"] = multiplier
+        static = self.one_scale(name, weight, canonical.activation_scale)
+        if static is not None:
+            tensors[f"{module}.{activation_scale}"] = static
+        return tensors
 
 
 def modules_of_bytes(checkpoint: Checkpoint) -> list[str]:
@@ -182,18 +193,32 @@ def modules_of_bytes(checkpoint: Checkpoint) -> list[str]:
     ]
 
 
-def kv_cache_scales(checkpoint: Checkpoint, suffixes: tuple[str, ...]) -> dict[str, str]:
-    """`Reading.ignored` for tensors with one of `suffixes`."""
-    return {name: "scale of a KV cache" for name in checkpoint.tensors if name.endswith(suffixes)}
+def codes_and_scales(weight: MXTensor) -> tuple[Tensor, Tensor]:
+    """Codes and scales of a canonical weight: E4M3 where they are FP8, else uint8."""
+    qdata = weight.qdata.view(torch.float8_e4m3fn) if weight.format == "mxfp8_e4m3" else weight.qdata
+    return qdata, weight.scale.view(torch.float8_e4m3fn) if weight.format == "nvfp4" else weight.scale
+
+
+def linear_spec(module: str, scheme: Scheme, activation_scale: str | None) -> WeightSpec:
+    """A linear layer's `weight`, `weight_scale` and, for NVFP4, `weight_scale_2`.
+
+    Args:
+        activation_scale: the name of the layer's tensor with the static scale, if `scheme` has one.
+    """
+    return WeightSpec(
+        name=f"{module}.weight",
+        scheme=scheme,
+        qdata=f"{module}.weight",
+        scale=f"{module}.weight_scale",
+        per_tensor_scale=f"{module}.weight_scale_2" if scheme.weight == "nvfp4" else None,
+        activation_scale=f"{module}.{activation_scale}" if scheme.static_activation_scale else None,
+    )
 
 
 def matches(pattern: str, name: str) -> bool:
     """Whether an entry of a config's module list names the module `name`.
 
     An entry is the name itself, a glob, or "re:" and a regular expression that is matched from the start.
-
-    Raises:
-        ValueError: an invalid regular expression.
     """
     if pattern.startswith("re:"):
         try:

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from mxquant.checkpoints.files import CONFIG, Checkpoint, Documents
-from mxquant.checkpoints.producer import Producer, Reading, kv_cache_scales, matches, module_of, modules_of_bytes
+from mxquant.checkpoints.producer import Producer, Reading, linear_spec, matches, module_of, modules_of_bytes
 from mxquant.checkpoints.quark_schemes import DTYPES, MODES, STATIC_SCALES, read_scheme, write_scheme
 from mxquant.checkpoints.weight_spec import WeightSpec
 from mxquant.scheme import Scheme
@@ -32,12 +32,12 @@ from mxquant.tensor import MXTensor
 
 _FOLDED = ("smooth", "autosmoothquant", "awq", "gptq", "gptaq", "autoround", "qronos")
 """Algorithms that only change the stored weights. Rotations and SVDQuant also compute in each call."""
-_KV_SCALES = (".k_scale", ".v_scale", ".output_scale")
 
 
 class Quark(Producer):
     name = "quark"
     suffixes = (".weight_scale", ".weight_scale_2", *(f".{name}" for name in STATIC_SCALES.values()))
+    kv_cache_suffixes = (".k_scale", ".v_scale", ".output_scale")
     weight_names = "module"
 
     def recognizes(self, checkpoint: Checkpoint) -> bool:
@@ -50,7 +50,7 @@ class Quark(Producer):
             raise NotImplementedError(f"pack_method {packing!r} is not read; export with 'reorder'")
         _check_algorithms(config)
         quantized = [_weight_spec(module, config) for module in modules_of_bytes(checkpoint)]
-        return Reading(quantized, kv_cache_scales(checkpoint, _KV_SCALES))
+        return Reading(quantized)
 
     def activation_scale_mode(self, activation: str) -> str | None:
         return "even"
@@ -58,18 +58,10 @@ class Quark(Producer):
     def encode(self, name: str, weight: MXTensor, stored_scales: Mapping[str, Tensor]) -> dict[str, Tensor]:
         self.check_matrix(name, weight, (*DTYPES, "nvfp4"))
         self._check_scheme(name, weight)
-        module, canonical = module_of(name), weight.canonical()
-        qdata = canonical.qdata.view(torch.float8_e4m3fn) if weight.format == "mxfp8_e4m3" else canonical.qdata
-        scale = canonical.scale.view(torch.float8_e4m3fn) if weight.format == "nvfp4" else canonical.scale
-        tensors = {name: qdata, f"{module}.weight_scale": scale}
-        multiplier = self.one_scale(name, weight, canonical.per_tensor_scale)
-        if multiplier is not None:
-            tensors[f"{module}.weight_scale_2"] = multiplier
-        static = self.one_scale(name, weight, canonical.activation_scale)
-        if static is not None:
-            static_name = f"{module}.{STATIC_SCALES[str(weight.activation)]}"
-            stored = stored_scales.get(static_name)
-            tensors[static_name] = stored if stored is not None and torch.equal(stored.float(), static) else static
+        tensors = self.encode_linear(name, weight, STATIC_SCALES.get(str(weight.activation)))
+        for scale in tensors.keys() & stored_scales.keys():
+            if torch.equal(stored_scales[scale].float(), tensors[scale]):
+                tensors[scale] = stored_scales[scale]
         return tensors
 
     def _check_scheme(self, name: str, weight: MXTensor) -> None:
@@ -145,15 +137,7 @@ def _weight_spec(module: str, config: Mapping[str, Any]) -> WeightSpec:
     layer = _layer_of(module, config)
     _check_outputs(module, layer, config)
     scheme = read_scheme(module, layer)
-    is_static = scheme.static_activation_scale
-    return WeightSpec(
-        name=f"{module}.weight",
-        scheme=scheme,
-        qdata=f"{module}.weight",
-        scale=f"{module}.weight_scale",
-        per_tensor_scale=f"{module}.weight_scale_2" if scheme.weight == "nvfp4" else None,
-        activation_scale=f"{module}.{STATIC_SCALES[str(scheme.activation)]}" if is_static else None,
-    )
+    return linear_spec(module, scheme, STATIC_SCALES.get(str(scheme.activation)))
 
 
 def _layer_of(module: str, config: Mapping[str, Any]) -> Mapping[str, Any]:
