@@ -7,6 +7,7 @@ interrupted. With `--json`, stdout is one JSON object and nothing else.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import logging
 import math
@@ -21,13 +22,12 @@ from typing import Any
 import torch
 
 from mxquant.checkpoints import Content, get_producer, read_content, writable_producers
-from mxquant.checkpoints.compare import compare
+from mxquant.checkpoints.compare import Tensors, compare
 from mxquant.checkpoints.files import without_duplicates
 from mxquant.checkpoints.weight_spec import build
 from mxquant.config import resolve_mapping
 from mxquant.explanation import explain
 from mxquant.formats import ACTIVATION_FORMATS, FORMAT_ALIASES, WEIGHT_FORMATS, get_format
-from mxquant.integrations.parameters import parameters_of
 from mxquant.integrations.streaming import quantize_checkpoint
 from mxquant.tables import text_table
 
@@ -266,7 +266,7 @@ def _row(content: Content, name: str) -> dict[str, Any]:
 
 
 def _run_report(options: argparse.Namespace) -> _Answer:
-    whole = compare(options.first, options.second, parameters_of)
+    whole = compare(options.first, options.second, _by_model)
     result = {
         "first": str(options.first),
         "second": str(options.second),
@@ -298,6 +298,19 @@ def _run_report(options: argparse.Namespace) -> _Answer:
     count = sum(map(len, left_out.values()))
     complaint = f"{count} tensors are not compared; the report says which, with --json all of them" if count else None
     return _Answer(result, "\n".join(lines), complaint)
+
+
+def _by_model(content: Content) -> Tensors | None:
+    """The checkpoint by its model's names; None if transformers is not installed or does not know the model."""
+    if importlib.util.find_spec("transformers") is None:
+        return None
+    from transformers import CONFIG_MAPPING
+
+    from mxquant.integrations.parameters import parameters_of
+
+    if content.as_in_transformers().checkpoint.config.get("model_type") not in CONFIG_MAPPING:
+        return None
+    return parameters_of(content)
 
 
 def _finite(value: float) -> float | str:

@@ -61,6 +61,7 @@ class Content:
             quantized={spec.name: spec for spec in layout.quantized},
             ordinary=list(layout.ordinary),
             rows=layout.ordinary,
+            model_layout=None,
         )
 
     @property

@@ -7,16 +7,12 @@ experts and name them gate_proj, up_proj and down_proj, whatever checkpoints of 
 
 from __future__ import annotations
 
-import contextlib
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
-import torch
-import transformers
 from torch import Tensor, nn
-from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     MergeModulelist,
@@ -26,8 +22,6 @@ from transformers.core_model_loading import (
     rename_source_key,
     revert_weight_conversion,
 )
-
-from mxquant.checkpoints.load import Content
 
 CONVERSIONS = "_mxquant_conversions"
 """The attribute of a model from `from_pretrained` that holds the conversions it was loaded by, without those of
@@ -47,59 +41,6 @@ class Source:
     """For each of `names`, the source pattern of the converter that it matched."""
     converter: WeightConverter | None = None
     """None: the parameter is the one tensor, unchanged."""
-
-
-class Skeleton(NamedTuple):
-    """A checkpoint's model without memory, and what it is loaded from. Made by `skeleton_of`."""
-
-    config: Any
-    """transformers' config, without quantization."""
-    model: nn.Module
-    """The model with every parameter on the meta device."""
-    sources: dict[str, Source]
-    """For each parameter."""
-
-
-def skeleton_of(content: Content) -> Skeleton:
-    """Build the model of a checkpoint on the meta device and assign the checkpoint's tensors to its parameters.
-
-    Raises:
-        ValueError: transformers does not know the model, or tensors and parameters do not match.
-    """
-    config = _plain_config(content)
-    cls = model_class(config)
-    with torch.device("meta"):
-        model = cls.from_config(config) if cls is AutoModelForCausalLM else cls(config)
-    return Skeleton(config, model, sources_of(model, content.names))
-
-
-def model_class(config: Any) -> Any:
-    """The class that the config names, else the auto class of causal language models."""
-    for architecture in getattr(config, "architectures", None) or []:
-        if hasattr(transformers, architecture):
-            return getattr(transformers, architecture)
-    return AutoModelForCausalLM
-
-
-def _plain_config(content: Content) -> Any:
-    """The model's config without its quantization.
-
-    Raises:
-        ValueError: transformers does not know the model without code from elsewhere.
-    """
-    if content.rows:  # the config was translated and is in no file
-        return AutoConfig.for_model(**content.checkpoint.config)
-    path, kind = content.checkpoint.path, content.checkpoint.config.get("model_type")
-    if kind not in CONFIG_MAPPING:
-        raise ValueError(
-            f"config.json of {path} is of model_type {kind!r}, which transformers {transformers.__version__} does not "
-            "know; update transformers (code that lies beside the weights is never run)"
-        )
-    config = AutoConfig.from_pretrained(path, trust_remote_code=False)
-    for holder in (config, config.get_text_config()):
-        with contextlib.suppress(AttributeError):
-            del holder.quantization_config
-    return config
 
 
 def key_mapping(projections: Mapping[str, str]) -> dict[str, str]:
@@ -189,22 +130,6 @@ def sources_of(model: nn.Module, names: Iterable[str]) -> dict[str, Source]:
     for target, source in found.items():
         _check_experts(target, source, expected[target].shape[0] if expected[target].dim() else 0)
     return found
-
-
-def check_shapes(skeleton: Skeleton, content: Content) -> None:
-    """Compare the shapes of unmerged tensors with the model's. Merged tensors are compared when they are merged.
-
-    Raises:
-        ValueError: a shape differs.
-    """
-    expected = skeleton.model.state_dict()
-    for target, source in skeleton.sources.items():
-        shape = tuple(expected[target].shape)
-        if source.converter is None and content.shape(source.names[0]) != shape:
-            raise ValueError(
-                f"{source.names[0]!r} has shape {content.shape(source.names[0])}, the model's {target!r} {shape}; "
-                "config.json and the weights are not of one model"
-            )
 
 
 def _check_experts(target: str, source: Source, experts: int) -> None:

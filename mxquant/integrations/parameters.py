@@ -2,90 +2,113 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
-import importlib.util
-from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
+import torch
+import transformers
 from torch import Tensor, nn
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
 from mxquant.checkpoints.files import Reader
 from mxquant.checkpoints.load import Content
+from mxquant.integrations.conversion import Source, sources_of
 
 
-def read_parameter(name: str, source: Any, content: Content, model: nn.Module) -> Tensor:
-    """Read parameter `name`. Where its family has conversions, several tensors are merged, and no file stays mapped.
-
-    Args:
-        source: the parameter's entry in `conversion.sources_of`.
-        model: the model of the checkpoint, on the meta device.
-
-    Raises:
-        ValueError: the merged tensor has another shape than the model's.
-        NotImplementedError: the family makes several parameters of one tensor.
-    """
-    reader = Reader(content.checkpoint)
-    if source.converter is None:
-        return content.read(source.names[0], reader)
-    converter = copy.deepcopy(source.converter)
-    for file_name, pattern in zip(source.names, source.patterns, strict=True):
-        tensor = content.read(file_name, reader)
-        converter.add_tensor(name, file_name, pattern, lambda tensor=tensor: tensor)
-    merged = converter.convert(name, model=model, config=model.config)
-    if set(merged) != {name}:
-        raise NotImplementedError(
-            f"{sorted(merged)} are made of one tensor in the files ({source.names[0]}); load the model with "
-            "MXQuantConfig and save it instead"
-        )
-    value: Tensor = merged[name][0] if isinstance(merged[name], list) else merged[name]
-    expected = tuple(model.get_parameter(name).shape)
-    if tuple(value.shape) != expected:
-        raise ValueError(
-            f"{name!r}, merged of {len(source.names)} tensors, has shape {tuple(value.shape)}, in the model "
-            f"{expected}; config.json and the weights are not of one model"
-        )
-    return value
-
-
+@dataclass(frozen=True)
 class Parameters:
     """A checkpoint by its model's names, however its files name and split the tensors. Made by `parameters_of`."""
 
-    def __init__(self, content: Content, model: nn.Module, sources: Mapping[str, Any]) -> None:
-        self._content, self._model, self._sources = content, model, sources
+    content: Content
+    config: Any
+    """transformers' config, without quantization."""
+    model: nn.Module
+    """On the meta device."""
+    sources: dict[str, Source]
+    """What each parameter is loaded from."""
 
     @property
     def names(self) -> list[str]:
-        return list(self._sources)
+        return list(self.sources)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        source = self._sources[name]
-        if source.converter is None:
-            return self._content.shape(source.names[0])
-        return tuple(self._model.get_parameter(name).shape)
+        return tuple(self.model.get_parameter(name).shape)
 
     def nbytes(self, name: str) -> int:
         """Bytes in the files."""
-        return sum(map(self._content.nbytes, self._sources[name].names))
+        return sum(map(self.content.nbytes, self.sources[name].names))
 
     def read_alone(self, name: str) -> Tensor:
-        return read_parameter(name, self._sources[name], self._content, self._model)
+        """Read one parameter. Where its family has conversions, several tensors are merged, and no file stays mapped.
+
+        Raises:
+            ValueError: the merged tensor has another shape than the model's.
+            NotImplementedError: the family makes several parameters of one tensor.
+        """
+        source, reader = self.sources[name], Reader(self.content.checkpoint)
+        if source.converter is None:
+            return self.content.read(source.names[0], reader)
+        converter = copy.deepcopy(source.converter)
+        for file_name, pattern in zip(source.names, source.patterns, strict=True):
+            tensor = self.content.read(file_name, reader)
+            converter.add_tensor(name, file_name, pattern, lambda tensor=tensor: tensor)
+        merged = converter.convert(name, model=self.model, config=self.model.config)
+        if set(merged) != {name}:
+            raise NotImplementedError(
+                f"{sorted(merged)} are made of one tensor in the files ({source.names[0]}); load the model with "
+                "MXQuantConfig and save it instead"
+            )
+        value: Tensor = merged[name][0] if isinstance(merged[name], list) else merged[name]
+        if tuple(value.shape) != self.shape(name):
+            raise ValueError(
+                f"{name!r}, merged of {len(source.names)} tensors, has shape {tuple(value.shape)}, in the model "
+                f"{self.shape(name)}; config.json and the weights are not of one model"
+            )
+        return value
 
 
-def parameters_of(content: Content) -> Parameters | None:
-    """The checkpoint by its model's names; None if transformers is not installed or does not know the model.
+def parameters_of(content: Content) -> Parameters:
+    """Build the model of a checkpoint on the meta device and assign the checkpoint's tensors to its parameters.
 
     Raises:
-        ValueError: the tensors do not fit the model.
+        FileNotFoundError: there is no config.json.
+        ValueError: transformers does not know the model, or tensors and parameters do not match.
         NotImplementedError: the layout of such a model is unknown.
     """
-    if importlib.util.find_spec("transformers") is None:
-        return None
-    from transformers import CONFIG_MAPPING
-
-    from mxquant.integrations import conversion
-
+    if not content.checkpoint.config:
+        raise FileNotFoundError(
+            f"{content.checkpoint.path} has no config.json to build a model from; get it (load_state needs none)"
+        )
     content = content.as_in_transformers()
-    if content.checkpoint.config.get("model_type") not in CONFIG_MAPPING:
-        return None
-    _, model, sources = conversion.skeleton_of(content)
-    return Parameters(content, model, sources)
+    config = _plain_config(content)
+    names = [name for name in getattr(config, "architectures", None) or [] if hasattr(transformers, name)]
+    with torch.device("meta"):
+        model = getattr(transformers, names[0])(config) if names else AutoModelForCausalLM.from_config(config)
+    parameters = Parameters(content, config, model, sources_of(model, content.names))
+    for name, source in parameters.sources.items():
+        shape = parameters.shape(name)
+        if source.converter is None and content.shape(source.names[0]) != shape:
+            raise ValueError(
+                f"{source.names[0]!r} has shape {content.shape(source.names[0])}, the model's {name!r} {shape}; "
+                "config.json and the weights are not of one model"
+            )
+    return parameters
+
+
+def _plain_config(content: Content) -> Any:
+    """The model's config without its quantization; ValueError if transformers has no code of its own for the model."""
+    if content.rows:  # the config was translated and is in no file
+        return AutoConfig.for_model(**content.checkpoint.config)
+    path, kind = content.checkpoint.path, content.checkpoint.config.get("model_type")
+    if kind not in CONFIG_MAPPING:
+        raise ValueError(
+            f"config.json of {path} is of model_type {kind!r}, which transformers {transformers.__version__} does not "
+            "know; update transformers (code that lies beside the weights is never run)"
+        )
+    config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+    for holder in (config, config.get_text_config()):
+        with contextlib.suppress(AttributeError):
+            del holder.quantization_config
+    return config

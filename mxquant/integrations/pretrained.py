@@ -23,6 +23,8 @@ from mxquant.tensor import MXTensor, as_weight
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from mxquant.integrations.parameters import Parameters
+
 
 _MEANINGLESS = {
     "config", "key_mapping", "output_loading_info", "quantization_config", "revision", "state_dict", "subfolder",
@@ -63,26 +65,18 @@ def from_pretrained(
         ImportError: transformers is not installed.
     """
     with needing_transformers():
-        from mxquant.integrations import conversion
+        from mxquant.integrations.conversion import key_mapping, projection_names
+        from mxquant.integrations.parameters import parameters_of
 
     _refuse_meaningless(options)
     dtype = _dtype_of(dtype, options)
-    content = read_content(path)
-    if not content.checkpoint.config:
-        raise FileNotFoundError(
-            f"{os.fspath(path)} has no config.json to build a model from; load_state reads it without"
-        )
-    content = content.as_in_transformers()
-    skeleton = conversion.skeleton_of(content)
-    conversion.check_shapes(skeleton, content)
-    config, model, sources = skeleton
+    parameters = parameters_of(read_content(path))
+    content, sources = parameters.content, parameters.sources
     _check_static_scales(content, sources)
-    projections = conversion.projection_names(model, content.names)
+    projections = projection_names(parameters.model, content.names)
     device_map, max_memory = without_disk(device_map, options.pop("max_memory", None), sources)
-    del model, skeleton
-    options |= {"device_map": device_map, "max_memory": max_memory}
-    options["key_mapping"] = conversion.key_mapping(projections) or None
-    loaded = _load(content, config, sources, content.dtype if dtype == "auto" else dtype, options)
+    options |= {"device_map": device_map, "max_memory": max_memory, "key_mapping": key_mapping(projections) or None}
+    loaded = _load(parameters, content.dtype if dtype == "auto" else dtype, options)
     _serve(loaded, backend)
     _load_generation_config(loaded, content.checkpoint.path)
     if content.quantized:
@@ -108,23 +102,19 @@ def _dtype_of(dtype: torch.dtype | str, options: dict[str, Any]) -> torch.dtype 
     return "auto" if former is None else cast("torch.dtype | str", former)
 
 
-def _load(
-    content: Content, config: Any, sources: Mapping[str, Any], dtype: torch.dtype | str, options: dict[str, Any]
-) -> PreTrainedModel:
+def _load(parameters: Parameters, dtype: torch.dtype | str, options: dict[str, Any]) -> PreTrainedModel:
     """Let transformers load the tensors one by one, and check that it placed each."""
-    from mxquant.integrations import conversion
-
+    cls: Any = type(parameters.model)
+    state = _lazy_state(parameters.content, parameters.sources)
     with _one_at_a_time():
-        loaded, info = conversion.model_class(config).from_pretrained(
-            None,
-            config=config,
-            state_dict=_lazy_state(content, sources),
-            dtype=dtype,
-            output_loading_info=True,
-            **options,
+        loaded, info = cls.from_pretrained(
+            None, config=parameters.config, state_dict=state, dtype=dtype, output_loading_info=True, **options
         )
-    _check_loaded(info)
-    return loaded
+    for what in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"):
+        if found := info.get(what):
+            some = sorted(map(str, found))[:3]
+            raise ValueError(f"transformers loaded the checkpoint with {what}: {', '.join(some)}; it is damaged")
+    return cast("PreTrainedModel", loaded)
 
 
 def _mark(model: Any, content: Content, projections: dict[str, str]) -> None:
@@ -211,13 +201,6 @@ def _check_static_scales(content: Content, sources: Mapping[str, Any]) -> None:
                     f"{' and '.join(names)} have different static activation scales {scales}, but are one matrix of "
                     f"{target!r} here and see one input; calibrate them together, or edit the file to have one scale"
                 )
-
-
-def _check_loaded(info: Mapping[str, Any]) -> None:
-    for what in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"):
-        if found := info.get(what):
-            some = sorted(map(str, found))[:3]
-            raise ValueError(f"transformers loaded the checkpoint with {what}: {', '.join(some)}; it is damaged")
 
 
 def _serve(model: nn.Module, backend: str) -> None:

@@ -11,9 +11,9 @@ import shutil
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from mxquant.checkpoints.files import CONFIG
 from mxquant.checkpoints.known_producers import get_writer
@@ -22,9 +22,11 @@ from mxquant.checkpoints.native import Native
 from mxquant.checkpoints.producer import Producer, module_of
 from mxquant.checkpoints.write import MAX_SHARD_BYTES, ShardWriter, replacing
 from mxquant.integrations.extra import needing_transformers
-from mxquant.integrations.parameters import read_parameter
 from mxquant.modules.quantize_target import Target, stand_in_for
 from mxquant.tensor import MXTensor
+
+if TYPE_CHECKING:
+    from mxquant.integrations.parameters import Parameters
 
 
 @dataclass(frozen=True)
@@ -32,7 +34,7 @@ class Quantized:
     """What was done to a checkpoint."""
 
     weights: int
-    """Quantized parameters of the model; a stack of experts is one."""
+    """Quantized weights in the files that were written."""
     skipped: dict[str, str]
     """Unquantized parameters of two or more dimensions, each with the reason."""
     nbytes_before: int
@@ -69,7 +71,7 @@ def quantize_checkpoint(
         ImportError: transformers is not installed.
     """
     with needing_transformers():
-        from mxquant.integrations import conversion
+        from mxquant.integrations.parameters import parameters_of
         from mxquant.integrations.quantizer import MXQuantConfig, select_for_loading
 
     target = get_writer(producer)
@@ -78,94 +80,76 @@ def quantize_checkpoint(
         raise ValueError(
             f"{source} is quantized already, by {content.producer.name}; name the checkpoint it was made of"
         )
-    if not content.checkpoint.config:
-        raise FileNotFoundError(f"{source} has no config.json, which says what the model's layers are")
     if Path(source).resolve() == Path(destination).resolve():
         raise ValueError(f"{destination} is the source; name another folder")
-    skeleton = conversion.skeleton_of(content)
-    conversion.check_shapes(skeleton, content)
-    _, model, sources = skeleton
+    parameters = parameters_of(content)
     options = MXQuantConfig(config)
-    selection = select_for_loading(model, options)
+    selection = select_for_loading(parameters.model, options)
     targets = {site.name: wanted for wanted in selection.targets for site in wanted.sites}
-    task = _Task(content, model, sources, targets, target)
-    task.check()
+    task = _Task(parameters, targets, target)
     limit = max_shard_bytes or max(1, min(MAX_SHARD_BYTES, _largest_file(content) // 2))
     with replacing(destination) as folder:
         writer = ShardWriter(folder, target, limit)
-        for name in progress(list(sources)):
+        for name in progress(parameters.names):
             task.write(name, writer)
         _finish(task, writer, folder, options.to_dict())
     skipped = {skip.name: skip.reason for skip in selection.skips if skip.parameter.dim() >= 2}
-    return Quantized(len(task.done), skipped, content.checkpoint.nbytes, writer.nbytes)
+    return Quantized(len(task.weights), skipped, content.checkpoint.nbytes, writer.nbytes)
 
 
 class _Task:
-    """The quantization of one checkpoint."""
+    """The quantization of one checkpoint.
 
-    def __init__(
-        self,
-        content: Content,
-        model: nn.Module,
-        sources: Mapping[str, Any],
-        targets: Mapping[str, Target],
-        producer: Producer,
-    ) -> None:
-        self.content, self.model, self.sources, self.targets = content, model, sources, targets
-        self.producer = producer
-        self.done: dict[str, MXTensor] = {}
-        """The quantized weights by their names in the files, as stand-ins without memory."""
+    Raises:
+        NotImplementedError: the producer's files cannot hold a weight, by its stand-in without memory.
+    """
+
+    def __init__(self, parameters: Parameters, targets: Mapping[str, Target], producer: Producer) -> None:
+        self.parameters, self.targets, self.producer = parameters, targets, producer
+        self.weights: dict[str, MXTensor] = {}
+        """A stand-in for each quantized weight, by its name in the files that are written."""
         self.ordinary: list[str] = []
         """Modules whose weights are unquantized matrices."""
-
-    def check(self) -> None:
-        """Refuse what the producer's files cannot hold, by stand-ins without memory."""
-        for name in self.sources:
-            if name in self.targets:
-                for file_name, weight in self._named(name, self._stand_in(name)).items():
-                    self.producer.encode(file_name, weight, {})  # type: ignore[arg-type]
+        for name in parameters.names:
+            if name in targets:
+                self.weights |= self._named(name, stand_in_for(targets[name], parameters.content.dtype))
+        for file_name, weight in self.weights.items():
+            producer.encode(file_name, weight, {})
 
     def write(self, name: str, writer: ShardWriter) -> None:
         """Read, merge, quantize and write one parameter."""
         from mxquant.integrations.quantizer import quantize_loaded
 
-        value = read_parameter(name, self.sources[name], self.content, self.model)
+        value = self.parameters.read_alone(name)
         if name not in self.targets:
             for file_name, tensor in self._named(name, value).items():
                 if tensor.dim() == 2 and file_name.endswith(".weight"):
                     self.ordinary.append(module_of(file_name))
                 writer.add({file_name: tensor.clone()})
             return
-        weight = quantize_loaded(self.targets[name], value.to(self.content.dtype)).detach()
+        weight = quantize_loaded(self.targets[name], value.to(self.parameters.content.dtype)).detach()
         assert isinstance(weight, MXTensor)
-        stand_ins = self._named(name, self._stand_in(name))
         for file_name, part in self._named(name, weight.canonical()).items():
-            assert isinstance(part, MXTensor)
             part = self.producer.prepare(part)
             writer.add(self.producer.encode(file_name, part, {}), {file_name: part})
-            self.done[file_name] = stand_ins[file_name]  # type: ignore[assignment]
 
     def all_ordinary(self) -> list[str]:
         """Modules whose weights are unquantized matrices, tied ones included."""
-        tied = dict(getattr(self.model, "all_tied_weights_keys", None) or {})
-        absent = [
-            module_of(name) for name, first in tied.items() if name not in self.sources and first not in self.targets
-        ]
+        tied = dict(getattr(self.parameters.model, "all_tied_weights_keys", None) or {})
+        sources, targets = self.parameters.sources, self.targets
+        absent = [module_of(name) for name, first in tied.items() if name not in sources and first not in targets]
         return [*self.ordinary, *absent]
 
-    def _named(self, name: str, value: Tensor) -> dict[str, Tensor]:
+    def _named(self, name: str, value: Tensor) -> dict[str, Any]:
         """A parameter under its names in the files that are written, with experts split where the files split them."""
-        from mxquant.integrations import conversion
+        from mxquant.integrations.conversion import split_experts
 
-        source, names = self.sources[name], self.producer.weight_names
+        source, names = self.parameters.sources[name], self.producer.weight_names
         if names == "parameter":
             return {name: value}
         if names == "family" and source.converter is None:
             return {source.names[0]: value}
-        return conversion.split_experts(self.model, {name: value}, names)
-
-    def _stand_in(self, name: str) -> MXTensor:
-        return stand_in_for(self.targets[name], self.content.dtype)
+        return split_experts(self.parameters.model, {name: value}, names)
 
 
 def _largest_file(content: Content) -> int:
@@ -174,11 +158,11 @@ def _largest_file(content: Content) -> int:
 
 
 def _finish(task: _Task, writer: ShardWriter, folder: Path, options: dict[str, Any]) -> None:
-    checkpoint = task.content.checkpoint
+    checkpoint = task.parameters.content.checkpoint
     for file in checkpoint.path.iterdir():
         is_weights = file.name.endswith((".safetensors", ".index.json", ".bin", ".pt", ".pth", ".gguf"))
         if file.is_file() and not is_weights and file.name != CONFIG:
             shutil.copyfile(file, folder / file.name)
     is_native = isinstance(task.producer, Native)
-    documents = {CONFIG: options} if is_native else task.producer.config(task.done, task.all_ordinary())
+    documents = {CONFIG: options} if is_native else task.producer.config(task.weights, task.all_ordinary())
     writer.finish(documents, checkpoint.config)
