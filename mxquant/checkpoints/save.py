@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mxquant.checkpoints.encode import encode_state
 from mxquant.checkpoints.known_producers import get_writer
-from mxquant.checkpoints.load import Content, read_content
+from mxquant.checkpoints.load import read_content
 from mxquant.checkpoints.provenance import Provenance
 from mxquant.checkpoints.write import MAX_SHARD_BYTES, replacing, write_encoded
 from mxquant.tensor.state import tied_names
@@ -56,8 +56,9 @@ def save_state(
     provenance = None if content is None or content.producer is None else Provenance.of(content)
     stored = {name: tensor.detach() for name, tensor in state.items() if name not in aliases}
     encoded = encode_state(stored, target, provenance, aliases)
+    model_config = {} if content is None else without_quantization(content.checkpoint.config)
     with replacing(path) as folder:
-        write_encoded(folder, encoded, _model_config(content), max_shard_bytes, aliases=aliases)
+        write_encoded(folder, encoded, model_config, max_shard_bytes, aliases=aliases)
         read_content(folder)  # what `load_state` would refuse does not replace anything
 
 
@@ -76,10 +77,9 @@ def _check_state(state: Any) -> None:
             raise ValueError(f"{name!r} is {tensor.layout}, which safetensors cannot hold; call .to_dense() first")
 
 
-def _model_config(content: Content | None) -> dict[str, Any]:
-    """The source's config.json without its quantization configs."""
-    config = {} if content is None else dict(content.checkpoint.config)
-    config.pop("quantization_config", None)
-    if isinstance(inner := config.get("text_config"), dict):
-        config["text_config"] = {key: value for key, value in inner.items() if key != "quantization_config"}
-    return config
+def without_quantization(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What config.json holds beside quantization configs, its own and that of its `text_config`."""
+    plain = {key: value for key, value in config.items() if key != "quantization_config"}
+    if isinstance(inner := plain.get("text_config"), dict):
+        plain["text_config"] = without_quantization(inner)
+    return plain

@@ -170,9 +170,11 @@ def _check_names(model: nn.Module, expected: set[str], covered: set[str], superf
 
 
 def split_experts(
-    model: nn.Module, state: Mapping[str, Tensor], names: Literal["family", "module"]
+    model: nn.Module, state: dict[str, Tensor], names: Literal["parameter", "family", "module"]
 ) -> dict[str, Tensor]:
-    """Parameters with merged experts split, under names of the family or of modules; see `Producer.weight_names`."""
+    """Parameters under the names of `Producer.weight_names`, with merged experts split where the names say so."""
+    if names == "parameter":
+        return state
     if names == "family":
         return _reverted(model, state, None)
     mapping = get_model_conversion_mapping(model)

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
-import copy
+import functools
+import json
 import os
-from collections.abc import Iterable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from mxquant.checkpoints.encode import encode_state
-from mxquant.checkpoints.files import CONFIG, json_of
+from mxquant.checkpoints.files import CONFIG
 from mxquant.checkpoints.known_producers import get_writer
 from mxquant.checkpoints.native import Native
-from mxquant.checkpoints.producer import Producer
 from mxquant.checkpoints.provenance import PROVENANCE
+from mxquant.checkpoints.save import without_quantization
 from mxquant.checkpoints.write import MAX_SHARD_BYTES, replacing, write_encoded
 from mxquant.integrations.device_map import whole_state
 from mxquant.integrations.extra import needing_transformers
@@ -53,7 +51,11 @@ def save_pretrained(
         ImportError: transformers is not installed.
     """
     with needing_transformers():
+        from tqdm.auto import tqdm
         from transformers import PreTrainedModel
+
+        from mxquant.integrations.conversion import as_loaded, split_experts
+        from mxquant.integrations.quantizer import MXQuantConfig
 
     target = get_writer(producer)
     if not isinstance(model, PreTrainedModel):
@@ -63,38 +65,21 @@ def save_pretrained(
         )
     state, tied = _untied(model)
     provenance = vars(model).get(PROVENANCE)
-    from_same_producer = provenance is not None and provenance.producer == producer
-    state = _names_in_files(model, state, target, from_same_producer)
+    if target.weight_names != "parameter" and provenance is not None and provenance.producer == producer:
+        state = as_loaded(model, state)
+    else:
+        state = split_experts(model, state, target.weight_names)
     encoded = encode_state(state, target, provenance, {name: first for name, first in tied.items() if first in state})
     if isinstance(target, Native):
-        encoded.documents[CONFIG] = _native_config(model)
+        config = getattr(model.config, "quantization_config", None)
+        encoded.documents[CONFIG] = (config if isinstance(config, MXQuantConfig) else MXQuantConfig()).to_dict()
+    model_config = without_quantization(json.loads(model.config.to_json_string()))
+    model_config |= {"architectures": [type(model).__name__], "dtype": str(model.dtype).removeprefix("torch.")}
+    progress = functools.partial(tqdm, desc="writing", unit="tensor", delay=1, leave=False)
     with replacing(path) as folder:
-        config = _model_config(model, folder)
         if model.can_generate():
             model.generation_config.save_pretrained(folder)
-        write_encoded(folder, encoded, config, max_shard_bytes, progress=_progress)
-
-
-def _progress(names: Iterable[str]) -> Iterable[str]:
-    from tqdm.auto import tqdm
-
-    return tqdm(names, desc="writing", unit="tensor", delay=1, leave=False)
-
-
-def _names_in_files(
-    model: Any, state: dict[str, Tensor], producer: Producer, from_same_producer: bool
-) -> dict[str, Tensor]:
-    """The state dict under the names of the files, with merged experts taken apart where the files have them so.
-
-    Names are those that the model's own checkpoint had if it was the same producer's, else `Producer.weight_names`.
-    """
-    from mxquant.integrations import conversion
-
-    if producer.weight_names == "parameter":
-        return state
-    if from_same_producer:
-        return conversion.as_loaded(model, state)
-    return conversion.split_experts(model, state, producer.weight_names)
+        write_encoded(folder, encoded, model_config, max_shard_bytes, progress=progress)
 
 
 def _untied(model: Any) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -107,22 +92,3 @@ def _untied(model: Any) -> tuple[dict[str, Tensor], dict[str, str]]:
     firsts = {name: name for name in state} | tied_names(state)
     tied = {name: first for name, first in known.items() if name in state and firsts[name] == firsts.get(first)}
     return {name: tensor for name, tensor in state.items() if name not in tied}, tied
-
-
-def _native_config(model: Any) -> dict[str, Any]:
-    from mxquant.integrations.quantizer import MXQuantConfig
-
-    config = getattr(model.config, "quantization_config", None)
-    return (config if isinstance(config, MXQuantConfig) else MXQuantConfig()).to_dict()
-
-
-def _model_config(model: Any, folder: Path) -> dict[str, Any]:
-    """The model's config as transformers writes it, without its quantization."""
-    config = copy.deepcopy(model.config)
-    for holder in (config, config.get_text_config()):
-        with contextlib.suppress(AttributeError):
-            del holder.quantization_config
-    config.architectures = [type(model).__name__]
-    config.dtype = str(model.dtype).removeprefix("torch.")
-    config.save_pretrained(folder)
-    return json_of(folder / CONFIG) or {}

@@ -145,8 +145,6 @@ class _Task:
         from mxquant.integrations.conversion import split_experts
 
         source, names = self.parameters.sources[name], self.producer.weight_names
-        if names == "parameter":
-            return {name: value}
         if names == "family" and source.converter is None:
             return {source.names[0]: value}
         return split_experts(self.parameters.model, {name: value}, names)
