@@ -14,7 +14,7 @@ Source: compressed-tensors 0.20 `compressors/{nvfp4,mxfp4,mxfp8}/base.py`, `quan
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -79,34 +79,28 @@ class CompressedTensors(Producer):
         tensors = {f"{module}.{codes}": qdata, f"{module}.weight_scale": scale}
         if weight.format != "nvfp4":
             return tensors
-        multiplier = self.one_scale(name, weight, canonical.per_tensor_scale)
-        assert multiplier is not None
-        stored = f"{module}.weight_global_scale"
-        divisor = _divisor(multiplier, stored_scales.get(stored))
-        if not torch.equal(read := 1 / divisor.reshape(()), multiplier) and not _same_values(canonical, read):
-            self._refuse_scale(name, canonical, "per-tensor", multiplier)
-        tensors[stored] = divisor
-        if weight.activation is not None:
-            static = self.one_scale(name, weight, canonical.activation_scale)
-            if static is None:
-                lost = "activation scales that are computed at run time (its NVFP4 has calibrated ones)"
-                self.refuse(name, weight, lost, "make it weight-only (activation=None)")
-            stored = f"{module}.input_global_scale"
-            divisor = _divisor(static, stored_scales.get(stored))
-            if not torch.equal(1 / divisor.reshape(()), static):
-                self._refuse_scale(name, canonical, "activations'", static)
-            tensors[stored] = divisor
+        if weight.activation is not None and canonical.activation_scale is None:
+            lost = "activation scales that are computed at run time (its NVFP4 has calibrated ones)"
+            self.refuse(name, weight, lost, "make it weight-only (activation=None)")
+        for stored, kind, scales in (
+            (f"{module}.weight_global_scale", "per-tensor", canonical.per_tensor_scale),
+            (f"{module}.input_global_scale", "activations'", canonical.activation_scale),
+        ):
+            multiplier = self.one_scale(name, weight, scales)
+            if multiplier is None:
+                continue
+            tensors[stored] = _divisor(multiplier, stored_scales.get(stored))
+            read = 1 / tensors[stored].reshape(())
+            if torch.equal(read, multiplier) or (kind == "per-tensor" and _same_values(canonical, read)):
+                continue
+            self.refuse(
+                name,
+                canonical,
+                f"the last bit of its {kind} scale {multiplier.item()!r}, which no fp32 divisor stands for,",
+                "quantize the plain checkpoint for these files from disk (python -m mxquant quantize), which chooses "
+                "another scale, or save for a producer that stores multipliers",
+            )
         return tensors
-
-    def _refuse_scale(self, name: str, weight: MXTensor, kind: str, multiplier: Tensor) -> NoReturn:
-        """Refuse a multiplier that is no fp32 number's reciprocal, if that changes values or codes of activations."""
-        self.refuse(
-            name,
-            weight,
-            f"the last bit of its {kind} scale {multiplier.item()!r}, which no fp32 divisor stands for,",
-            "quantize the plain checkpoint for these files from disk (python -m mxquant quantize), which chooses "
-            "another scale, or save for a producer that stores multipliers",
-        )
 
     def config(self, weights: Mapping[str, MXTensor], ordinary: Iterable[str]) -> Documents:
         schemes: dict[tuple[str, bool], list[str]] = {}

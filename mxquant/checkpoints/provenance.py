@@ -6,7 +6,7 @@ versions and observers. These are remembered, and written again for weights that
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -28,11 +28,11 @@ class Provenance:
     """Its quantization config and sidecars, as `Producer.config` returns them."""
     schemes: dict[str, Scheme]
     """Of each quantized weight, by its name in the files."""
-    scales: dict[str, Tensor] = field(default_factory=dict)
+    scales: dict[str, Tensor]
     """Per-tensor and activation scales that are not fp32 multipliers, by their names in the files."""
-    ignored: dict[str, Tensor] = field(default_factory=dict)
-    """Tensors that are no part of the weights."""
-    dtypes: dict[str, torch.dtype] = field(default_factory=dict)
+    ignored: dict[str, Tensor]
+    """Scales of a KV cache."""
+    dtypes: dict[str, torch.dtype]
     """Of the unquantized tensors."""
 
     @classmethod
@@ -41,17 +41,16 @@ class Provenance:
         checkpoint, reader = content.checkpoint, Reader(content.checkpoint)
         assert content.producer is not None
         config = checkpoint.quantization_config
-        scales = {
-            name: reader.read(name).clone()
-            for spec in content.quantized.values()
-            for name in spec.tensor_names[2:]
-            if spec.scales_are_divisors or checkpoint.tensors[name].dtype != "F32"
-        }
         return cls(
             producer=content.producer.name,
             documents=({CONFIG: config} if config else {}) | checkpoint.sidecars,
             schemes={name: spec.scheme for name, spec in content.quantized.items()},
-            scales=scales,
+            scales={
+                name: reader.read(name).clone()
+                for spec in content.quantized.values()
+                for name in spec.tensor_names[2:]
+                if spec.scales_are_divisors or checkpoint.tensors[name].dtype != "F32"
+            },
             ignored={name: reader.read(name).clone() for name in content.ignored},
             dtypes={name: content.read(name, reader).dtype for name in content.ordinary},
         )

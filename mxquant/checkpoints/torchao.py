@@ -88,9 +88,12 @@ def _weight_spec(name: str, described: Mapping[str, Any]) -> WeightSpec:
     )
 
 
+def _data(value: Any) -> Any:
+    return value.get("_data") if isinstance(value, dict) else value
+
+
 def _element(name: str, fields: Mapping[str, Any]) -> str:
-    element = fields.get("elem_dtype")
-    element = element.get("_data") if isinstance(element, dict) else element
+    element = _data(fields.get("elem_dtype"))
     if element not in _ELEMENTS:
         raise NotImplementedError(f"{name} has elements {element!r}; read are {', '.join(_ELEMENTS)}")
     return _ELEMENTS[str(element)]
@@ -100,13 +103,12 @@ def _activation(name: str, fmt: str, given: Any) -> tuple[str | None, str | None
     """The activation format and scale mode in `act_quant_kwargs`."""
     if given is None:
         return None, None
-    fields = given.get("_data") if isinstance(given, dict) else None
+    fields = _data(given)
     if not isinstance(fields, dict):
         raise ValueError(f"{name}: act_quant_kwargs is {given!r}; it is null or an object")
     if fmt == "nvfp4":
         return "nvfp4", "even"
-    mode = fields.get("scaling_mode")
-    mode = mode.get("_data") if isinstance(mode, dict) else mode
+    mode = _data(fields.get("scaling_mode"))
     if mode not in _ACTIVATION_MODES:
         raise NotImplementedError(f"{name}: scaling_mode {mode!r} is unknown; read are {', '.join(_ACTIVATION_MODES)}")
     return _element(name, fields), _ACTIVATION_MODES[str(mode)]

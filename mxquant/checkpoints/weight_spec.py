@@ -1,8 +1,6 @@
 """One quantized weight as files store it: which tensors it consists of, and how they become an MXTensor.
 
 Bytes are copied or viewed, never requantized. `checked` compares what the headers declare; `build` reads.
-
-Sources: the writers named at each producer's file beside this one.
 """
 
 from __future__ import annotations
@@ -152,7 +150,6 @@ def build(spec: WeightSpec, dtype: torch.dtype, read: Callable[[str], Tensor]) -
     Args:
         spec: as `checked` returned it.
         dtype: of the values that the weight stands for, unless the file declares it.
-        read: gives a tensor by its name in the files.
 
     Raises:
         ValueError: a scale is not a positive finite number.
@@ -173,7 +170,7 @@ def build(spec: WeightSpec, dtype: torch.dtype, read: Callable[[str], Tensor]) -
     if spec.scale_is_swizzled:
         scale = unswizzle(scale, (*physical[:-1], fmt.num_blocks(physical[-1])))
     if spec.qdata_is_unpacked:
-        qdata = pack_six_bit(qdata)
+        qdata = _pack_six_bit(qdata)
     shape = logical_shape(physical, spec.axis)
     try:
         per_tensor = _multiplier(spec, spec.per_tensor_scale, read)
@@ -209,15 +206,8 @@ def unswizzle(scale: Tensor, shape: tuple[int, ...]) -> Tensor:
     return padded[..., :rows, :columns].contiguous()
 
 
-def pack_six_bit(codes: Tensor) -> Tensor:
-    """Pack 6-bit codes, which are stored one a byte, four in three bytes.
-
-    Args:
-        codes: uint8 [..., K], K a multiple of 4, values below 64.
-
-    Raises:
-        ValueError: K or a value is another one.
-    """
+def _pack_six_bit(codes: Tensor) -> Tensor:
+    """Pack 6-bit codes [..., K], which are stored one a byte, four in three bytes."""
     if codes.shape[-1] % 4 or bool((codes > 63).any()):
         raise ValueError("codes of six bits, one a byte, are below 64 and come in fours")
     return pack_codes(codes, 6)

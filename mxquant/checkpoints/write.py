@@ -108,15 +108,10 @@ def _umask() -> int:
 
 
 class ShardWriter:
-    """Collects tensors and writes a file whenever a shard is full.
+    """Collects tensors and writes a file of an empty folder whenever a shard is full.
 
     Args:
-        folder: an empty folder; see `replacing`.
-        producer: whose files are written.
         max_shard_bytes: the most bytes of tensors in a file, unless a single call of `add` brings more.
-
-    Raises:
-        ValueError: `max_shard_bytes` is below 1.
     """
 
     def __init__(self, folder: Path, producer: Producer, max_shard_bytes: int = MAX_SHARD_BYTES) -> None:
@@ -144,9 +139,6 @@ class ShardWriter:
         Args:
             weights: the quantized weights that the tensors make up, by name.
             aliases: tied names, each with the name of one of these weights or tensors.
-
-        Raises:
-            ValueError: a name was written before.
         """
         if taken := self._names & tensors.keys():
             raise ValueError(f"two tensors would be written as {min(taken)!r}; rename one of them in the model")
@@ -161,20 +153,13 @@ class ShardWriter:
         self.nbytes += size
 
     def finish(self, documents: Documents, model_config: Mapping[str, Any]) -> None:
-        """Write the last shard, the index if there are several, and the configs.
-
-        Args:
-            documents: as `Producer.config`.
-            model_config: what config.json holds beside the quantization config.
-        """
+        """Write the last shard, the index if there are several, and the configs. `documents`: as `Producer.config`."""
         self._flush()
         count = len(self._shards)
-        if count == 1:
-            self._part(0).rename(self._folder / WEIGHTS)
-        else:
-            names = [f"model-{i + 1:05}-of-{count:05}.safetensors" for i in range(count)]
-            for i, name in enumerate(names):
-                self._part(i).rename(self._folder / name)
+        names = [WEIGHTS] if count == 1 else [f"model-{i + 1:05}-of-{count:05}.safetensors" for i in range(count)]
+        for i, name in enumerate(names):
+            self._part(i).rename(self._folder / name)
+        if count > 1:
             weight_map = {t: name for name, shard in zip(names, self._shards, strict=True) for t in shard}
             _write_json(self._folder / INDEX, {"metadata": {"total_size": self.nbytes}, "weight_map": weight_map})
         config = dict(model_config)

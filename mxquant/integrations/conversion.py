@@ -42,6 +42,13 @@ class Source:
     converter: WeightConverter | None = None
     """None: the parameter is the one tensor, unchanged."""
 
+    def by_pattern(self) -> dict[str, list[str]]:
+        """The names that matched each source pattern of the converter."""
+        found: dict[str, list[str]] = {} if self.converter is None else {p: [] for p in self.converter.source_patterns}
+        for name, pattern in zip(self.names, self.patterns, strict=bool(found)):
+            found[pattern].append(name)
+        return found
+
 
 def key_mapping(projections: Mapping[str, str]) -> dict[str, str]:
     """`projection_names` as transformers' `from_pretrained` takes renamings."""
@@ -136,8 +143,7 @@ def _check_experts(target: str, source: Source, experts: int) -> None:
     """Refuse a stack that lacks an expert."""
     if source.converter is None or not _merges(source.converter):
         return
-    for pattern in source.converter.source_patterns:
-        names = [n for n, p in zip(source.names, source.patterns, strict=True) if p == pattern]
+    for pattern, names in source.by_pattern().items():
         if len(names) != experts:
             raise ValueError(
                 f"{target!r} stacks {experts} experts, but the checkpoint has {len(names)} tensors for {pattern!r}; "

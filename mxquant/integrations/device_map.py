@@ -53,12 +53,9 @@ def _place(name: str, device_map: Mapping[str, Any]) -> Any:
 
 
 def whole_state(model: nn.Module) -> dict[str, Tensor]:
-    """The state dict, with the values of offloaded weights.
+    """The state dict, with the values of offloaded weights; ValueError if one on the meta device has none anywhere.
 
     NOTE: the weights of modules that accelerate offloads to the CPU are on the meta device in the model itself.
-
-    Raises:
-        ValueError: a parameter on the meta device has no values anywhere.
     """
     from transformers.integrations.accelerate import load_offloaded_parameter
 

@@ -184,16 +184,10 @@ def _lazy_state(content: Content, sources: Mapping[str, Any]) -> dict[str, _Lazy
 
 
 def _check_static_scales(content: Content, sources: Mapping[str, Any]) -> None:
-    """Refuse different static activation scales of matrices that are merged to one, such as an expert's gate and up.
-
-    Raises:
-        NotImplementedError: two scales differ.
-    """
+    """Refuse different static activation scales of matrices that are merged to one, such as an expert's gate and up."""
     reader = Reader(content.checkpoint)
     for target, source in sources.items():
-        parts = source.converter.source_patterns if source.converter is not None else []
-        columns = [[n for n, p in zip(source.names, source.patterns, strict=True) if p == part] for part in parts]
-        for names in zip(*columns, strict=False):
+        for names in zip(*source.by_pattern().values(), strict=False):
             specs = [content.quantized.get(name) for name in names]
             scales = [reader.read(s.activation_scale).item() for s in specs if s is not None and s.activation_scale]
             if len(set(scales)) > 1:
@@ -210,18 +204,14 @@ def _serve(model: nn.Module, backend: str) -> None:
         for attribute, parameter in module._parameters.items():
             if parameter is None:
                 continue
-            if not is_quantized(parameter):
+            if not isinstance(parameter, MXTensor):
                 if parameter.dim() >= 2:
                     module.__dict__.setdefault(SKIP_REASON, {})[attribute] = "not quantized in the checkpoint"
                 continue
             if id(parameter) not in served:
-                weight = as_weight(cast(MXTensor, parameter), backend)
+                weight = as_weight(parameter, backend)
                 served[id(parameter)] = replace_parameter(parameter, weight, requires_grad=False)
             module._parameters[attribute] = served[id(parameter)]
-
-
-def is_quantized(parameter: Tensor) -> bool:
-    return isinstance(parameter, MXTensor)
 
 
 def _load_generation_config(model: Any, folder: Path) -> None:

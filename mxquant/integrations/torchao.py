@@ -18,11 +18,7 @@ from mxquant.modules.sites import find_sites
 
 
 def _quantize_module(module: nn.Module, config: _MXConfig) -> nn.Module:
-    """Quantize the weight of one module that torchao's filter let pass.
-
-    Raises:
-        ValueError, TypeError, NotImplementedError: as `mxquant.quantize_`.
-    """
+    """Quantize the weight of one module that torchao's filter let pass. It raises what `mxquant.quantize_` does."""
     name = str(module)  # the only name that is known here
     sites = [site for group in find_sites(module) for site in group if site.module is module]
     site = next((site for site in sites if site.kind in ("linear", "embedding")), None)
