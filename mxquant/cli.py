@@ -228,7 +228,7 @@ def _run_inspect(options: argparse.Namespace) -> _Answer:
         "tensors": rows,
         "aliases": content.aliases,
         "left_out": content.ignored,
-        "bytes": content.checkpoint.nbytes,
+        "bytes": sum(content.checkpoint.file_sizes),
         "parameters": sum(math.prod(row["shape"]) for row in rows),
     }
     cells = [

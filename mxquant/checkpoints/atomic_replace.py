@@ -29,7 +29,11 @@ def atomic_replace(fresh: Path, target: Path) -> None:
     elif rename_exchange(fresh, target):
         shutil.rmtree(fresh, ignore_errors=True)
     else:
-        _replace(fresh, target)
+        try:
+            target.rename(_set_aside(target))
+            fresh.rename(target)
+        finally:
+            recover(target)
 
 
 def rename_exchange(first: Path, second: Path) -> bool:
@@ -57,14 +61,6 @@ def recover(target: Path) -> None:
         shutil.rmtree(old)
     else:
         old.rename(target)
-
-
-def _replace(fresh: Path, target: Path) -> None:
-    try:
-        target.rename(_set_aside(target))
-        fresh.rename(target)
-    finally:
-        recover(target)
 
 
 def _set_aside(target: Path) -> Path:

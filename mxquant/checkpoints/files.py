@@ -69,8 +69,9 @@ class Checkpoint:
         return {}
 
     @property
-    def nbytes(self) -> int:
-        return sum((self.path / file).stat().st_size for file in {info.file for info in self.tensors.values()})
+    def file_sizes(self) -> list[int]:
+        """In bytes, of the files that hold tensors."""
+        return [(self.path / file).stat().st_size for file in {info.file for info in self.tensors.values()}]
 
 
 class Reader:

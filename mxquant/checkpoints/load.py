@@ -94,9 +94,7 @@ class Content:
 
     def _info(self, name: str) -> TensorInfo:
         """The header of an unquantized tensor."""
-        if name not in self.rows:
-            return self.checkpoint.tensors[name]
-        rows = self.rows[name]
+        rows = self.rows.get(name, Rows(name))
         info = self.checkpoint.tensors[rows.source]
         if not info.shape:
             return info

@@ -21,13 +21,11 @@ from mxquant.tensor import MXTensor
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows of a tensor in the files, which a model has as a tensor of its own."""
+    """`source[first:last]` of a tensor in the files, which a model has as a tensor of its own."""
 
     source: str
-    """The tensor's name in the files."""
     first: int = 0
     last: int | None = None
-    """One past the last row; None: to the end."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +109,7 @@ class Producer(ABC):
         raise NotImplementedError(f"{self.name} checkpoints are read, not written; save as 'mxquant'")
 
     def config(self, weights: Mapping[str, MXTensor], ordinary: Iterable[str]) -> Documents:
-        """The JSON files that describe `weights`. That of "config.json" is its `quantization_config` alone.
+        """The JSON files that describe `weights`; of config.json, its `quantization_config` alone.
 
         Args:
             ordinary: modules whose weights are unquantized matrices.
@@ -119,11 +117,7 @@ class Producer(ABC):
         raise NotImplementedError(f"{self.name} checkpoints are read, not written; save as 'mxquant'")
 
     def header(self, weights: Mapping[str, MXTensor], aliases: Mapping[str, str]) -> dict[str, str]:
-        """String metadata for the header of the file that holds `weights`.
-
-        Args:
-            aliases: tied names, each with a name stored in this file.
-        """
+        """String metadata for the header of the file that holds `weights` and the targets of `aliases`."""
         return {}
 
     def refuse(self, name: str, weight: MXTensor, lost: str, remedy: str | None = None) -> NoReturn:
@@ -200,11 +194,7 @@ def codes_and_scales(weight: MXTensor) -> tuple[Tensor, Tensor]:
 
 
 def linear_spec(module: str, scheme: Scheme, activation_scale: str | None) -> WeightSpec:
-    """A linear layer's `weight`, `weight_scale` and, for NVFP4, `weight_scale_2`.
-
-    Args:
-        activation_scale: the name of the layer's tensor with the static scale, if `scheme` has one.
-    """
+    """A linear layer's `weight`, `weight_scale`, for NVFP4 `weight_scale_2`, and `activation_scale` if it is static."""
     return WeightSpec(
         name=f"{module}.weight",
         scheme=scheme,

@@ -73,9 +73,8 @@ class Quark(Producer):
             known = ", ".join(sorted(filter(None, formats)))
             self.refuse(name, weight, lost, f"quantize activations to one of {known} or not at all")
         if scheme.static_activation_scale != (scheme.activation in STATIC_SCALES):
-            given, wanted = "calibrated", "computed at run time"
-            if not scheme.static_activation_scale:
-                given, wanted = wanted, given
+            words = {True: "calibrated", False: "computed at run time"}
+            given, wanted = words[scheme.static_activation_scale], words[scheme.activation in STATIC_SCALES]
             lost = f"activation scales that are {given} (its {scheme.activation} has {wanted} ones)"
             self.refuse(name, weight, lost, "make it weight-only (activation=None)")
         modes = {"nvfp4": ("even",), "fp8_e4m3": (None,), None: (None,)}.get(scheme.activation, MODES)

@@ -43,9 +43,11 @@ class Source:
     """None: the parameter is the one tensor, unchanged."""
 
     def by_pattern(self) -> dict[str, list[str]]:
-        """The names that matched each source pattern of the converter."""
-        found: dict[str, list[str]] = {} if self.converter is None else {p: [] for p in self.converter.source_patterns}
-        for name, pattern in zip(self.names, self.patterns, strict=bool(found)):
+        """The names that matched each source pattern; none without a converter."""
+        if self.converter is None:
+            return {}
+        found: dict[str, list[str]] = {pattern: [] for pattern in self.converter.source_patterns}
+        for name, pattern in zip(self.names, self.patterns, strict=True):
             found[pattern].append(name)
         return found
 
@@ -102,10 +104,7 @@ def _merges(converter: WeightConverter) -> bool:
 
 
 def sources_of(model: nn.Module, names: Iterable[str]) -> dict[str, Source]:
-    """For each parameter of `model`, the tensors that it is loaded from, in the order of the numbers in their names.
-
-    Args:
-        names: the checkpoint's tensors.
+    """For each parameter of `model`, which of the tensors `names` it is loaded from, ordered by numbers in their names.
 
     Raises:
         ValueError: a tensor belongs to no parameter, or a parameter has no tensor.

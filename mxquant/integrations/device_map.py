@@ -24,10 +24,7 @@ def without_disk(device_map: Any, max_memory: Any, sources: Mapping[str, Any]) -
     """`device_map` and `max_memory` with the CPU, and so the mapped files, in place of the disk.
 
     Args:
-        sources: of each parameter, as in `conversion.Skeleton`.
-
-    Raises:
-        NotImplementedError: merged experts are sent to the disk. No file holds them merged.
+        sources: as in `Parameters`. Merged experts on the disk are refused, since no file holds them merged.
     """
     if isinstance(device_map, str) and device_map in _BY_SIZE:
         from accelerate.utils import get_max_memory

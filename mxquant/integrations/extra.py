@@ -8,11 +8,7 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def needing_transformers() -> Iterator[None]:
-    """A context for imports of transformers and of modules that import it.
-
-    Raises:
-        ImportError: transformers is not installed, or too old; the message says what to install.
-    """
+    """A context for imports of transformers and of modules that import it. An ImportError says what to install."""
     try:
         yield
     except ImportError as error:

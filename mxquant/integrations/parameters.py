@@ -41,12 +41,7 @@ class Parameters:
         return sum(map(self.content.nbytes, self.sources[name].names))
 
     def read_alone(self, name: str) -> Tensor:
-        """Read one parameter. Where its family has conversions, several tensors are merged, and no file stays mapped.
-
-        Raises:
-            ValueError: the merged tensor has another shape than the model's.
-            NotImplementedError: the family makes several parameters of one tensor.
-        """
+        """Read one parameter. One that is merged from several tensors keeps no file mapped."""
         source, reader = self.sources[name], Reader(self.content.checkpoint)
         if source.converter is None:
             return self.content.read(source.names[0], reader)

@@ -68,7 +68,11 @@ def from_pretrained(
         from mxquant.integrations.conversion import key_mapping, projection_names
         from mxquant.integrations.parameters import parameters_of
 
-    _refuse_meaningless(options)
+    if meaningless := sorted(_MEANINGLESS & options.keys()):
+        raise TypeError(
+            f"from_pretrained has no use for {', '.join(meaningless)}: it reads the folder that path names, as its own "
+            "config.json says; give the folder, and change the loaded model"
+        )
     dtype = _dtype_of(dtype, options)
     parameters = parameters_of(read_content(path))
     content, sources = parameters.content, parameters.sources
@@ -82,14 +86,6 @@ def from_pretrained(
     if content.quantized:
         _mark(loaded, content, projections)
     return loaded
-
-
-def _refuse_meaningless(options: dict[str, Any]) -> None:
-    if meaningless := sorted(_MEANINGLESS & options.keys()):
-        raise TypeError(
-            f"from_pretrained has no use for {', '.join(meaningless)}: it reads the folder that path names, as its own "
-            "config.json says; give the folder, and change the loaded model"
-        )
 
 
 def _dtype_of(dtype: torch.dtype | str, options: dict[str, Any]) -> torch.dtype | str:
@@ -175,8 +171,7 @@ class _Group:
 
 def _lazy_state(content: Content, sources: Mapping[str, Any]) -> dict[str, _Lazy]:
     state: dict[str, _Lazy] = {}
-    kept = sum(len(source.names) for source in sources.values() if source.converter is None)
-    shared = _Group(content, kept)
+    shared = _Group(content, sum(source.converter is None for source in sources.values()))
     for source in sources.values():
         group = shared if source.converter is None else _Group(content, len(source.names))
         state |= {name: _Lazy(content, name, group) for name in source.names}

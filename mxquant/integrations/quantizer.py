@@ -74,11 +74,7 @@ class MXQuantConfig(QuantizationConfigMixin):
         self.modules_to_not_convert = _checked_patterns(modules_to_not_convert)
 
     def mapping(self) -> dict[str, _MXConfig | None]:
-        """The config as a mapping from keys to configs.
-
-        Raises:
-            ValueError: there is none.
-        """
+        """The config as a mapping from keys to configs; ValueError if there is none."""
         if self.config is None:
             raise ValueError('MXQuantConfig without a config quantizes nothing; name a format: MXQuantConfig("mxfp4")')
         return resolve_mapping(dict(self.config))
@@ -124,11 +120,7 @@ class MXQuantizer(HfQuantizer):
         self.saved: dict[str, tuple[Metadata, tuple[int, ...]]] = {}
 
     def validate_environment(self, device_map: Any = None, **kwargs: Any) -> None:
-        """Refuse a `device_map` with modules on the disk: transformers would read them from the files, unquantized.
-
-        Raises:
-            NotImplementedError: `device_map`, given or computed by transformers, sends modules to the disk.
-        """
+        """Refuse a `device_map` with modules on the disk: transformers would read them from the files, unquantized."""
         places = device_map.values() if isinstance(device_map, Mapping) else (device_map,)
         if "disk" in places:
             raise NotImplementedError(
@@ -223,10 +215,6 @@ def select_for_loading(model: nn.Module, config: MXQuantConfig, device_map: Any 
     Args:
         device_map: where transformers loads the modules to; None: to the CPU. With a name such as "auto" the places are
             not known yet, and named backends are checked when the weights are there.
-
-    Raises:
-        ValueError, TypeError: as `mxquant.quantize_`; the config asks for GPTQ, for which there is no data yet; an
-            entry of `modules_to_not_convert` matches nothing, or nothing is left to quantize.
     """
     skipped = _skipped_modules(model, config.modules_to_not_convert)
     selection = select_weights(model, config.mapping(), lambda module, name: name not in skipped)
@@ -286,11 +274,7 @@ class _Quantize(ConversionOps):
 
 
 def quantize_loaded(target: Target, weight: Tensor) -> nn.Parameter:
-    """The quantized parameter that a loaded weight becomes.
-
-    Raises:
-        ValueError, TypeError, NotImplementedError: as `mxquant.quantize_`.
-    """
+    """The quantized parameter that a loaded weight becomes. It raises what `mxquant.quantize_` does."""
     check_target(target, weight)
     return quantized_parameter(target, weight)
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from mxquant.checkpoints.files import CONFIG
 from mxquant.checkpoints.known_producers import get_writer
-from mxquant.checkpoints.load import Content, read_content
+from mxquant.checkpoints.load import read_content
 from mxquant.checkpoints.native import Native
 from mxquant.checkpoints.producer import Producer, module_of
 from mxquant.checkpoints.write import MAX_SHARD_BYTES, ShardWriter, replacing
@@ -87,14 +87,14 @@ def quantize_checkpoint(
     selection = select_for_loading(parameters.model, options)
     targets = {site.name: wanted for wanted in selection.targets for site in wanted.sites}
     task = _Task(parameters, targets, target)
-    limit = max_shard_bytes or max(1, min(MAX_SHARD_BYTES, _largest_file(content) // 2))
+    limit = max_shard_bytes or max(1, min(MAX_SHARD_BYTES, max(content.checkpoint.file_sizes) // 2))
     with replacing(destination) as folder:
         writer = ShardWriter(folder, target, limit)
         for name in progress(parameters.names):
             task.write(name, writer)
         _finish(task, writer, folder, options.to_dict())
     skipped = {skip.name: skip.reason for skip in selection.skips if skip.parameter.dim() >= 2}
-    return Quantized(len(task.weights), skipped, content.checkpoint.nbytes, writer.nbytes)
+    return Quantized(len(task.weights), skipped, sum(content.checkpoint.file_sizes), writer.nbytes)
 
 
 class _Task:
@@ -148,11 +148,6 @@ class _Task:
         if names == "family" and source.converter is None:
             return {source.names[0]: value}
         return split_experts(self.parameters.model, {name: value}, names)
-
-
-def _largest_file(content: Content) -> int:
-    files = {info.file for info in content.checkpoint.tensors.values()}
-    return max((content.checkpoint.path / file).stat().st_size for file in files)
 
 
 def _finish(task: _Task, writer: ShardWriter, folder: Path, options: dict[str, Any]) -> None:

@@ -26,11 +26,9 @@ from mxquant.tensor.grouped import grouped_mm
 with needing_transformers():
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-    from mxquant.integrations.quantizer import MXQuantConfig, MXQuantizer
+    from mxquant.integrations.quantizer import NAME, MXQuantConfig, MXQuantizer
 
 __all__ = ["NAME", "MXQuantConfig", "MXQuantizer"]
-
-NAME = "mxquant"
 
 
 def _experts_forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
