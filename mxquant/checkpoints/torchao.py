@@ -34,9 +34,8 @@ class TorchAO(Producer):
 
     def recognizes(self, checkpoint: Checkpoint) -> bool:
         method = checkpoint.quantization_config.get("quant_method")
-        return method == self.name or (
-            method is None and any("tensor_names" in header for header in checkpoint.headers)
-        )
+        is_described = any("tensor_names" in header for header in checkpoint.headers)
+        return method == self.name or (method is None and is_described)
 
     def read(self, checkpoint: Checkpoint) -> Reading:
         described: dict[str, dict[str, Any]] = {}

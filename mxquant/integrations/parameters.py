@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import transformers
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
 from mxquant.checkpoints.files import Reader
@@ -24,7 +24,7 @@ class Parameters:
     content: Content
     config: Any
     """transformers' config, without quantization."""
-    model: nn.Module
+    model: transformers.PreTrainedModel
     """On the meta device."""
     sources: dict[str, Source]
     """What each parameter is loaded from."""
@@ -34,7 +34,7 @@ class Parameters:
         return list(self.sources)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self.model.get_parameter(name).shape)
+        return tuple(self.model.get_parameter_or_buffer(name).shape)
 
     def nbytes(self, name: str) -> int:
         """Bytes in the files."""

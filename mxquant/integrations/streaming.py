@@ -98,11 +98,7 @@ def quantize_checkpoint(
 
 
 class _Task:
-    """The quantization of one checkpoint.
-
-    Raises:
-        NotImplementedError: the producer's files cannot hold a weight, by its stand-in without memory.
-    """
+    """The quantization of one checkpoint. What the producer's files cannot hold is refused before anything is read."""
 
     def __init__(self, parameters: Parameters, targets: Mapping[str, Target], producer: Producer) -> None:
         self.parameters, self.targets, self.producer = parameters, targets, producer

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 pytest.importorskip("transformers")
 
 from checkpoints.recorded import NAMES, SCHEMES, folder, tensors
+from transformers import AutoModelForCausalLM, DeepseekV3Config
 
 from mxquant import MXTensor, dequantize_, from_pretrained, load_state, summary
 
@@ -162,6 +163,20 @@ def test_unquantized_checkpoint_is_loaded(tmp_path: Path) -> None:
     change_config(tmp_path, lambda config: config.pop("quantization_config"))
     model = from_pretrained(tmp_path)
     assert not any(isinstance(parameter, MXTensor) for parameter in model.parameters())
+
+
+def test_persistent_buffer_is_loaded(tmp_path: Path) -> None:
+    """DeepSeek-V3's router has one, `e_score_correction_bias`."""
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "vocab_size": 64, "num_hidden_layers": 1, "v_head_dim": 16}
+    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_group": 1}
+    attention = {"num_attention_heads": 2, "num_key_value_heads": 2, "q_lora_rank": None, "kv_lora_rank": 32}
+    config = DeepseekV3Config(**sizes, **experts, **attention, first_k_dense_replace=0, topk_group=1)
+    model = AutoModelForCausalLM.from_config(config)
+    bias = model.get_buffer("model.layers.0.mlp.gate.e_score_correction_bias")
+    bias += torch.arange(4)
+    model.save_pretrained(tmp_path)
+    loaded: Any = from_pretrained(tmp_path)
+    assert torch.equal(loaded.get_buffer("model.layers.0.mlp.gate.e_score_correction_bias"), bias)
 
 
 # What is wrong is said before anything is allocated
