@@ -2,7 +2,6 @@
 
 from mxquant.formats.block import dequantize_blocks, quantize_blocks
 from mxquant.formats.convert import to_fp32
-from mxquant.formats.row import quantize_rows
 from mxquant.formats.scale import nvfp4_per_tensor_scale, nvfp4_row_scale
 from mxquant.formats.spec import (
     ACTIVATION_FORMATS,
@@ -29,7 +28,6 @@ __all__ = [
     "nvfp4_per_tensor_scale",
     "nvfp4_row_scale",
     "quantize_blocks",
-    "quantize_rows",
     "resolve_scale_mode",
     "to_fp32",
 ]

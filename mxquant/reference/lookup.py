@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mxquant.formats.element import decode as decode_elements
-from mxquant.formats.scale import e4m3_to_float, e8m0_to_float
+from mxquant.formats.scale import scale_to_float
 from mxquant.formats.spec import ElementFormat, Format
 from mxquant.formats.table import kept_table
 
@@ -46,9 +46,8 @@ def _element_table(element: ElementFormat, dtype: torch.dtype) -> Tensor:
 
 
 @kept_table
-def _scale_table(scale_format: str, dtype: torch.dtype) -> Tensor:
-    to_float = e4m3_to_float if scale_format == "e4m3" else e8m0_to_float
-    return to_float(torch.arange(256, dtype=torch.uint8), dtype)
+def _scale_table(fmt: Format, dtype: torch.dtype) -> Tensor:
+    return scale_to_float(torch.arange(256, dtype=torch.uint8), fmt, dtype)
 
 
 def decoded_rows(
@@ -72,9 +71,9 @@ def decoded_rows(
     rows, blocks = scale.shape
     step = max(1, min(step, rows))
     table = _element_table(fmt.element, dtype, qdata.device)
-    scale_table = _scale_table(fmt.scale_format, dtype, qdata.device)
+    scale_table = _scale_table(fmt, dtype, qdata.device)
     scales = scale_table.index_select(0, scale.reshape(-1).to(torch.int32)).view(rows, blocks, 1)
-    source = qdata if fmt.element.bits == 6 else _as_words(qdata)
+    source = qdata if fmt.element.bits == 6 else _sixteen_bit_words(qdata)
     values = torch.empty(step, blocks, fmt.block_size, dtype=dtype, device=qdata.device)
     columns = slice(block_offset, block_offset + length)
     height = min(step, max(1, _CHUNK // values[0].numel())) if qdata.device.type == "cpu" else step
@@ -119,7 +118,7 @@ class _Buffers(NamedTuple):
         return _Buffers(self.targets[:rows], self.words[:count], self.entries[:count], self.decoded[:rows])
 
 
-def _as_words(qdata: Tensor) -> Tensor:
+def _sixteen_bit_words(qdata: Tensor) -> Tensor:
     """The packed bytes [N, bytes] as 16-bit words, copied only where pairs of bytes cannot be viewed as words."""
     odd = qdata.shape[1] % 2
     if odd or qdata.stride(0) % 2 or qdata.storage_offset() % 2:
