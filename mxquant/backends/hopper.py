@@ -13,7 +13,7 @@ from mxquant.backends.kernel_choice import KernelChoice, Multiply
 from mxquant.formats.spec import Format, get_format
 from mxquant.kernels import has_triton
 from mxquant.kernels.mxfp4_sm90.layout import BLOCK, MIN_K, TILE_N, pack_weight, unpack_weight
-from mxquant.kernels.mxfp4_sm90.prologue import Prologue
+from mxquant.reference.rescale import Prologue
 
 
 class PackedLayout(Layout):

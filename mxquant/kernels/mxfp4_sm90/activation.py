@@ -10,9 +10,9 @@ from torch import Tensor
 
 from mxquant.kernels.mxfp4_sm90.activation_fp8 import fp8_step
 from mxquant.kernels.mxfp4_sm90.activation_fp16 import fp16_step
-from mxquant.kernels.mxfp4_sm90.prologue import Prologue
 from mxquant.kernels.runtime.launch import cdiv
 from mxquant.kernels.runtime.plan import Buffer, Step
+from mxquant.reference.rescale import Prologue
 
 
 def plan_prologue(

@@ -9,11 +9,11 @@ import triton
 import triton.language as tl
 
 from mxquant.kernels.moe.gated_activation import load_gated
-from mxquant.kernels.mxfp4_sm90.prologue import Prologue
 from mxquant.kernels.primitives.numerics import fp32_bits, power_of_two
 from mxquant.kernels.primitives.pdl import gdc_launch_dependents, gdc_wait
 from mxquant.kernels.runtime.launch import cached_launch, next_power_of_2
 from mxquant.kernels.runtime.plan import Step
+from mxquant.reference.rescale import Prologue
 
 # Columns in the registers of one program. Longer rows are read twice.
 _MAX_BLOCK_K = 16384

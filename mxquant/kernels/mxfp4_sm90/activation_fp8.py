@@ -16,7 +16,6 @@ import triton.language as tl
 
 from mxquant.kernels.moe.gated_activation import load_gated_pairs
 from mxquant.kernels.mxfp4_sm90.load import row_scale_of
-from mxquant.kernels.mxfp4_sm90.prologue import Prologue
 from mxquant.kernels.primitives.bf16x2 import four_high_bytes, fp8_word, look_up
 from mxquant.kernels.primitives.e2m1x2 import amax_of_pairs, encode_pairs
 from mxquant.kernels.primitives.hadamard import hadamard_block
@@ -27,7 +26,7 @@ from mxquant.kernels.primitives.thread_block import fp32_values, joined_words, l
 from mxquant.kernels.runtime.launch import cached_launch, cdiv, next_power_of_2
 from mxquant.kernels.runtime.plan import Step
 from mxquant.reference.gated_activation import GatedActivation
-from mxquant.reference.rescale import E5M2_SPAN, E5M2_TOP
+from mxquant.reference.rescale import E5M2_SPAN, E5M2_TOP, Prologue
 
 # Columns of a row in the registers of one program. Longer rows are read twice.
 _MAX_COLUMNS = 16384

@@ -22,10 +22,10 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from mxquant.kernels.mxfp4_sm90.activation import rescale_activation
 from mxquant.kernels.mxfp4_sm90.exact_fallback import fixup
 from mxquant.kernels.mxfp4_sm90.gluon_kernel import mxquant_mxfp4_persistent_gemm
-from mxquant.kernels.mxfp4_sm90.prologue import Prologue
 from mxquant.kernels.mxfp4_sm90.tile_scheduler import TILES, tile_coordinates
 from mxquant.kernels.primitives.pdl import gdc_wait
 from mxquant.kernels.runtime.launch import cached_launch, cdiv, multiprocessors
+from mxquant.reference.rescale import Prologue
 
 # NOTE: the kernel takes whole pairs of blocks, as the grouped product uses it; of one matrix, only this was run on a
 # GPU.

@@ -22,10 +22,10 @@ from mxquant.kernels.mxfp4_sm90.exact_fallback import grouped_fixup
 from mxquant.kernels.mxfp4_sm90.gluon_kernel import mxquant_mxfp4_persistent_gemm
 from mxquant.kernels.mxfp4_sm90.grouped_gemm import find_group
 from mxquant.kernels.mxfp4_sm90.persistent_gemm import kernel_constants, tma_descriptors
-from mxquant.kernels.mxfp4_sm90.prologue import Prologue
 from mxquant.kernels.mxfp4_sm90.tile_scheduler import TILES
 from mxquant.kernels.primitives.pdl import gdc_launch_dependents, gdc_wait
 from mxquant.kernels.runtime.launch import cached_launch, cdiv, multiprocessors, next_power_of_2
+from mxquant.reference.rescale import Prologue
 
 # Average rows a group from which this is faster than `grouped_gemm` on an H200: by a fifth at 16, at 4 not yet.
 _MIN_ROWS_PER_GROUP = 8

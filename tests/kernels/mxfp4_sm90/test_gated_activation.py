@@ -13,10 +13,10 @@ from mxquant.kernels.moe.gated_activation import gated_activation
 from mxquant.kernels.mxfp4_sm90 import activation_fp8, activation_fp16
 from mxquant.kernels.mxfp4_sm90.activation import plan_prologue, rescale_activation
 from mxquant.kernels.mxfp4_sm90.grouped_gemm import grouped_gemm
-from mxquant.kernels.mxfp4_sm90.prologue import Prologue
 from mxquant.kernels.runtime.plan import Step
 from mxquant.reference.gated_activation import GatedActivation
 from mxquant.reference.hadamard import hadamard
+from mxquant.reference.rescale import Prologue
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
