@@ -60,7 +60,7 @@ class FP16(TunableBackend):
 
 
 @kernel_ready
-def _multiply_dequantized(x: Tensor, weight: Operand, bias: Tensor | None, problem: Problem) -> Tensor:
+def _multiply_bf16(x: Tensor, weight: Operand, bias: Tensor | None, problem: Problem) -> Tensor:
     # NOTE: imported here, since it imports triton, which is not everywhere. `from` would take several times as long.
     import mxquant.kernels.mxfp4_sm90.dequantize as dequantize
 
@@ -78,7 +78,7 @@ def _multiply_dequantized(x: Tensor, weight: Operand, bias: Tensor | None, probl
 
 
 @kernel_ready
-def _multiply_dgrad(x: Tensor, weight: Operand, bias: Tensor | None, problem: Problem) -> Tensor:
+def _dgrad_bf16(x: Tensor, weight: Operand, bias: Tensor | None, problem: Problem) -> Tensor:
     import mxquant.kernels.mxfp4_sm90.dequantize as dequantize
 
     w = dequantize.dequantize_to_bf16(weight.qdata, weight.scale, problem.in_features)
@@ -87,5 +87,5 @@ def _multiply_dgrad(x: Tensor, weight: Operand, bias: Tensor | None, problem: Pr
     return torch.mm(x, w, out_dtype=torch.float32).add_(bias).to(torch.bfloat16)
 
 
-_DEQUANTIZE = KernelChoice("dequantize", _multiply_dequantized)
-_DEQUANTIZE_DGRAD = KernelChoice("dequantize", _multiply_dgrad)
+_DEQUANTIZE = KernelChoice("dequantize", _multiply_bf16)
+_DEQUANTIZE_DGRAD = KernelChoice("dequantize", _dgrad_bf16)

@@ -55,7 +55,7 @@ class FP8(TunableBackend):
 
 
 @kernel_ready
-def _multiply_dequantized(x: Tensor, weight: Operand, bias: Tensor | None, problem: Problem) -> Tensor:
+def _multiply_e4m3(x: Tensor, weight: Operand, bias: Tensor | None, problem: Problem) -> Tensor:
     # NOTE: imported here, since they import triton, which is not everywhere. `from` would take several times as long.
     import mxquant.kernels.mxfp4_sm90.activation as activation
     import mxquant.kernels.mxfp4_sm90.dequantize as dequantize
@@ -76,4 +76,4 @@ def _multiply_dequantized(x: Tensor, weight: Operand, bias: Tensor | None, probl
     return y
 
 
-_DEQUANTIZE = KernelChoice("dequantize", _multiply_dequantized)
+_DEQUANTIZE = KernelChoice("dequantize", _multiply_e4m3)

@@ -93,9 +93,9 @@ def check_writable(path: Path) -> None:
         with _lock(path):
             if path.is_dir():
                 raise IsADirectoryError("it is a folder")
-            with _new(path).open("ab"):
+            with _new_file(path).open("ab"):
                 pass
-            _new(path).unlink()
+            _new_file(path).unlink()
     except (OSError, NotImplementedError) as error:  # the latter: a file system without locks
         raise _cannot_write(path, error) from error
 
@@ -116,14 +116,14 @@ def record(device: str, measured: Table) -> Path:
         merged = {product: {**known.get(product, {}), **measured.get(product, {})} for product in products}
         content = json.dumps({**_environment(device), "routes": merged}, indent=1) + "\n"
         try:
-            _new(path).write_text(content, encoding="utf-8")
-            os.replace(_new(path), path)
+            _new_file(path).write_text(content, encoding="utf-8")
+            os.replace(_new_file(path), path)
         except OSError as error:
             raise _cannot_write(path, error) from error
     return path
 
 
-def _new(path: Path) -> Path:
+def _new_file(path: Path) -> Path:
     """Where a file is written before it replaces the old one."""
     return path.with_suffix(".new")
 

@@ -40,12 +40,7 @@ _INTERPRETED_BLOCKS = 256
 def fp8_step(
     tensors: tuple[str, str, str, str], sizes: tuple[int, int, int, int], prologue: Prologue, permute: bool
 ) -> Step:
-    """The step that writes values, row scales and, of gated or rotated rows out of range, the rows themselves.
-
-    Args:
-        tensors: names of x, values, row_scale and x_pre_quant.
-        sizes: M, K, the width of the values, and how far rows of x lie apart.
-    """
+    """As `fp16_step`; of rows out of range, those that are gated or rotated are written."""
     m, _, width, _ = sizes
     scale_mode, rotated, gate = prologue
     blocks, chunks = min(next_power_of_2(width // 32), _MAX_COLUMNS // 32), 1
@@ -61,7 +56,7 @@ def fp8_step(
 
 
 @dataclass(frozen=True)
-class _Config:
+class _Constants:
     """The constants of `mxquant_mxfp4_rescale_to_fp8` that its functions share."""
 
     MODE: str
@@ -74,8 +69,8 @@ class _Config:
 
 
 @triton.constexpr_function
-def _config(*constants: Any) -> _Config:
-    return _Config(*constants)
+def _constants(*values: Any) -> _Constants:
+    return _Constants(*values)
 
 
 class _Sizes(NamedTuple):
@@ -217,7 +212,7 @@ def mxquant_mxfp4_rescale_to_fp8(
 
     NOTE: in place of rows and blocks that do not exist, the last ones are read.
     """
-    CONFIG: tl.constexpr = _config(MODE, PERMUTE, GATE, ROTATED, ROWS, BLOCKS, TOP)
+    CONFIG: tl.constexpr = _constants(MODE, PERMUTE, GATE, ROTATED, ROWS, BLOCKS, TOP)
     sizes = _Sizes(M, K, width)
     gdc_wait()
     gdc_launch_dependents()

@@ -28,7 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from mxquant.kernels.mxfp4_sm90.gluon_decode import load_fp8_operand, load_fp16_operand, load_tail_exponents
-from mxquant.kernels.mxfp4_sm90.gluon_epilogue import Tensors, epilogue
+from mxquant.kernels.mxfp4_sm90.gluon_epilogue import GlobalTensors, epilogue
 from mxquant.kernels.mxfp4_sm90.tile_scheduler import (
     TILES,
     Config,
@@ -57,7 +57,7 @@ class Context(NamedTuple):
     """What a consumer works with."""
 
     buffers: Buffers
-    tensors: Tensors
+    tensors: GlobalTensors
     schedule: Schedule
 
 
@@ -335,7 +335,7 @@ def mxquant_mxfp4_persistent_gemm(
     fence_async_shared()
     buffers = Buffers(w_smem, x_smem, y_smem, full, empty)
     schedule = Schedule(M, N, K, whole_tiles, splits, table)
-    context = Context(buffers, Tensors(w_scale, x_scale, bias, y, partial), schedule)
+    context = Context(buffers, GlobalTensors(w_scale, x_scale, bias, y, partial), schedule)
     # NOTE: registers: the first consumer has what is left over, no fewer than the others.
     if TILES_EACH == 2:
         gl.warp_specialize(

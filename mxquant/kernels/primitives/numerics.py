@@ -258,13 +258,6 @@ def _corrected_quotient(x: tl.tensor, divisor: tl.tensor, reciprocal: tl.tensor)
 
 
 @triton.jit
-def scale_from_amax(amax: tl.tensor, DIVISOR: tl.constexpr) -> tl.tensor:
-    """fp32 amax / DIVISOR, at least the smallest normal number; 1 for a zero amax."""
-    scale = tl.maximum(tl.div_rn(amax, DIVISOR), 2.0**-126)
-    return tl.where(amax == 0, 1.0, scale)
-
-
-@triton.jit
 def round_to_element(
     values: tl.tensor, EXPONENT_BITS: tl.constexpr, MANTISSA_BITS: tl.constexpr, MAX_CODE: tl.constexpr
 ) -> tl.tensor:

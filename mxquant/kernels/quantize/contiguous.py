@@ -52,7 +52,7 @@ _PROGRAMS_WANTED = 1024
 
 
 @functools.cache
-def _capability(device: torch.device) -> tuple[int, int]:
+def _instruction_set(device: torch.device) -> tuple[int, int]:
     """The compute capability whose instructions a kernel may use: none on ROCm, all in the interpreter."""
     if device.type != "cuda":
         return (9, 0)
@@ -75,17 +75,11 @@ def quantize_contiguous(
     canonical_zero: bool,
     rotated: bool,
 ) -> None:
-    """Quantize `x`, for which `has_contiguous_blocks` holds, into the contiguous `qdata` and `scale`.
-
-    Args:
-        per_tensor_scale: NVFP4's, of one element.
-        rotated: rotate each block first, in fp32.
-    """
+    """Quantize `x`, for which `has_contiguous_blocks` holds, into `qdata` and `scale`; one per-tensor scale at most."""
     assert fmt.block_size is not None
-    bits, blocks, capability = fmt.element.bits, scale.numel(), _capability(x.device)
+    bits, blocks, capability = fmt.element.bits, scale.numel(), _instruction_set(x.device)
     size = _LARGE if blocks >= _LARGE * _PROGRAMS_WANTED else _SMALL
-    if not x.is_cuda:
-        size = _INTERPRETED
+    size = size if x.is_cuda else _INTERPRETED
     with torch.cuda.device_of(x):
         mxquant_quantize_contiguous[(cdiv(blocks, size),)](
             x.view(torch.int32),

@@ -52,7 +52,7 @@ def dequantize(
     values = torch.empty(rows, length, dtype=dtype, device=qdata.device)
     if not values.numel():
         return values
-    source = _as_words(qdata, fmt.element.bits)
+    source = _view_words(qdata, fmt.element.bits)
     threads = 32 * _WARPS
     units = cdiv(block_offset + length, _UNIT)
     columns = min(threads, next_power_of_2(units))
@@ -83,7 +83,7 @@ def dequantize(
     return values
 
 
-def _as_words(qdata: Tensor, bits: int) -> Tensor:
+def _view_words(qdata: Tensor, bits: int) -> Tensor:
     """The packed bytes as words to load: a unit of 4-bit codes is one of 32 bits, of 6-bit codes three of 16 bits.
 
     Rows that do not consist of such words stay bytes.
