@@ -19,8 +19,7 @@ from mxquant.backends.hopper import (
     kernel_ready,
     multiply_groups,
     order_choices,
-    reject_device,
-    reject_shape,
+    reject_problem,
 )
 from mxquant.backends.kernel_choice import KernelChoice, TunableBackend
 from mxquant.kernels.mxfp4_sm90.layout import TILE_N
@@ -39,12 +38,8 @@ class FP16(TunableBackend):
     gates: ClassVar[bool] = True
 
     def reject(self, problem: Problem) -> str | None:
-        if reason := reject_device(problem):
-            return reason
-        if problem.weight != "mxfp4" or problem.activation is not None:
-            given = f"{problem.weight} weights by {problem.activation or 'unquantized'} activations"
-            return f"multiplies MXFP4 weights by bfloat16 only; this is {given}"
-        return reject_shape(problem)
+        takes = problem.weight == "mxfp4" and problem.activation is None
+        return reject_problem(problem, takes, "multiplies MXFP4 weights by bfloat16 only")
 
     def kernel_choices(self, problem: Problem, rows: int) -> tuple[KernelChoice, ...]:
         if problem.contraction == DGRAD:

@@ -1,7 +1,6 @@
 """The bits of every format: element formats, scales, packing and blocks. Pure torch on plain tensors."""
 
 from mxquant.formats.block import dequantize_blocks, quantize_blocks
-from mxquant.formats.convert import to_fp32
 from mxquant.formats.scale import nvfp4_per_tensor_scale, nvfp4_row_scale
 from mxquant.formats.spec import (
     ACTIVATION_FORMATS,
@@ -29,5 +28,4 @@ __all__ = [
     "nvfp4_row_scale",
     "quantize_blocks",
     "resolve_scale_mode",
-    "to_fp32",
 ]

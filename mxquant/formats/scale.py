@@ -97,13 +97,10 @@ def row_scale(x: Tensor, fmt: Format) -> Tensor:
 
 
 def nvfp4_per_tensor_scale(x: Tensor, mode: str | None = None) -> Tensor:
-    """NVFP4's fp32 scale, a multiplier in decoding: amax / (448 * 6) of the finite elements, ModelOpt's
+    """NVFP4's fp32 scale, 0-dim, a multiplier in decoding: amax / (448 * 6) of the finite elements, ModelOpt's
     `weight_scale_2`; in mode `four_over_six` amax / (256 * 6), as in its paper.
 
     An all-zero tensor and an empty one get 1. The scale is at least fp32's smallest normal number, since it divides.
-
-    Returns:
-        fp32, 0-dim.
     """
     if x.numel() == 0:
         return torch.ones((), dtype=torch.float32, device=x.device)
@@ -137,9 +134,6 @@ def e4m3_from_amax(amax: Tensor, per_tensor_scale: Tensor, largest: float = _E2M
         amax: fp32 [..., blocks]; Inf or NaN gives byte 255.
         per_tensor_scale: fp32, broadcastable.
         largest: the value that the block's maximum becomes.
-
-    Returns:
-        uint8 [..., blocks].
     """
     ratio = (amax / (largest * per_tensor_scale)).masked_fill_(amax == 0, 1.0)
     return encode(ratio.clamp_(_E4M3_MIN, _E4M3.max_value), _E4M3).masked_fill_(~amax.isfinite(), NAN_BYTE)

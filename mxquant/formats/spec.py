@@ -132,10 +132,10 @@ ACTIVATION_FORMATS = tuple(FORMATS)
 
 
 def get_format(name: str, *, activation: bool = False) -> Format:
-    """The format called `name` (or its alias: "mxfp6", "mxfp8").
+    """The format called `name`, or by an alias.
 
     Args:
-        activation: also accept the formats that only activations can have (one scale a row: "fp8_e4m3", "fp8_e5m2").
+        activation: also accept the formats that only activations can have.
 
     Raises:
         ValueError: no such format, or an activation format where a weight's is asked for.

@@ -25,10 +25,6 @@ _ENTRY_DTYPES = {4: torch.int32, 8: torch.int64, 16: torch.complex128}
 _CHUNK = 1 << 19
 
 
-def _codes_per_word(element: ElementFormat) -> int:
-    return 16 // element.bits
-
-
 @kept_table
 def _element_table(element: ElementFormat, dtype: torch.dtype) -> Tensor:
     """Entry w holds the values of the codes in the 16-bit word w, viewed as one item.
@@ -39,7 +35,7 @@ def _element_table(element: ElementFormat, dtype: torch.dtype) -> Tensor:
     words = torch.arange(1 << 16)
     mask = (1 << element.bits) - 1
     starts = (0, 4) if element.bits == 6 else (0,)
-    shifts = [[start + element.bits * i for i in range(_codes_per_word(element))] for start in starts]
+    shifts = [[start + element.bits * i for i in range(16 // element.bits)] for start in starts]
     codes = torch.cat([torch.stack([(words >> shift) & mask for shift in row], -1) for row in shifts])
     values = decode_elements(codes, element, dtype)
     return values.view(_ENTRY_DTYPES[values.shape[-1] * values.itemsize]).view(-1)
@@ -58,10 +54,10 @@ def decoded_rows(
     NOTE: all chunks share one buffer, so the next chunk overwrites this one. That matters as much as the table: fresh
     buffers of a megabyte cost a page fault every 4 KiB.
 
+    `length` and `block_offset` are those of `dequantize_blocks`.
+
     Args:
         qdata, scale: uint8 [N, bytes] and [N, blocks], any strides.
-        length: elements a row.
-        block_offset: codes to skip at the start of each row's first block.
         dtype: bf16 or fp32; the product is exact in either within its range.
 
     Yields:
@@ -106,7 +102,7 @@ class _Buffers(NamedTuple):
         cls, rows: int, shape: torch.Size, width: int, element: ElementFormat, table: Tensor, dtype: torch.dtype
     ) -> _Buffers:
         """`width`: of the rows that `_fill_words` is given."""
-        count = shape.numel() // _codes_per_word(element)
+        count = shape.numel() // (16 // element.bits)
         words = torch.zeros(rows, count, dtype=torch.int32, device=table.device)
         entries = torch.empty(rows * count, dtype=table.dtype, device=table.device)
         groups = width // 3

@@ -40,7 +40,12 @@ _INTERPRETED_BLOCKS = 256
 def fp8_step(
     tensors: tuple[str, str, str, str], sizes: tuple[int, int, int, int], prologue: Prologue, permute: bool
 ) -> Step:
-    """As `fp16_step`; of rows out of range, those that are gated or rotated are written."""
+    """The step that writes values, row scales and, of gated or rotated rows out of range, the rows themselves.
+
+    Args:
+        tensors: names of x, values, row_scale and x_pre_quant.
+        sizes: M, K, the width of the values, and how far rows of x lie apart.
+    """
     m, _, width, _ = sizes
     scale_mode, rotated, gate = prologue
     blocks, chunks = min(next_power_of_2(width // 32), _MAX_COLUMNS // 32), 1

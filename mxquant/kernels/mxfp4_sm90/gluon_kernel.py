@@ -127,13 +127,10 @@ def _consumer(context: Context, CONSUMER: gl.constexpr, CONFIG: gl.constexpr) ->
         for i in range(gl.program_id(0), num_work_tiles, gl.num_programs(0)):
             done = count + work.end_step - work.first_step
             # The last row tile of a group is often less than half full, where tiles are large.
-            if GROUPED and BM == 128:
-                if work.end_row - work.first_row <= BM // 2:
-                    work, exponents = _consume(
-                        i, num_work_tiles, work, exponents, count, context, CONSUMER, BM // 2, CONFIG
-                    )
-                else:
-                    work, exponents = _consume(i, num_work_tiles, work, exponents, count, context, CONSUMER, BM, CONFIG)
+            if GROUPED and BM == 128 and work.end_row - work.first_row <= BM // 2:
+                work, exponents = _consume(
+                    i, num_work_tiles, work, exponents, count, context, CONSUMER, BM // 2, CONFIG
+                )
             else:
                 work, exponents = _consume(i, num_work_tiles, work, exponents, count, context, CONSUMER, BM, CONFIG)
             count = done

@@ -35,15 +35,13 @@ def grouped_gemm(
     prologue: Prologue,
     dtype: torch.dtype,
 ) -> Tensor:
-    """The products [S, N] in `dtype`; zero beyond the last group.
+    """The products [S, N] in `dtype`; zero beyond the last group. Arguments as of `split_k_gemm`, for a stack of E
+    matrices, but:
 
     Args:
-        x_TK: bf16 (or fp16 where it is quantized), last axis contiguous; bf16 [T, 2K] with a gate.
-        w_packed, w_scale: of `pack_weight`, of a stack of E matrices.
-        bias_EN: any float dtype, or None.
+        x_TK: bf16 [T, 2K] with a gate.
         offsets_E: int32, where each group ends.
         rows_S: int64, the input row of each sorted row, one or more; None: the input is sorted.
-        prologue: what happens to `x_TK` first.
     """
     (t, width), (x_stride, _) = x_TK.shape, x_TK.stride()
     k = width if prologue.gate is None else width // 2

@@ -29,15 +29,14 @@ from mxquant.reference.rescale import Prologue
 
 # Average rows a group from which this is faster than `grouped_gemm` on an H200: by a fifth at 16, at 4 not yet.
 _MIN_ROWS_PER_GROUP = 8
-# NOTE: the kernel takes whole pairs of blocks beyond the last 256 columns.
-_K_MULTIPLE = 64
 
 
 def is_faster(sorted_rows: int, experts: int, n: int, k: int, device: torch.device) -> bool:
     """Whether `persistent_grouped_gemm` takes K columns, has work for most of the device, and is the faster kernel."""
     tiles = experts * cdiv(n, 64 * TILES.value)
     enough_rows = sorted_rows >= _MIN_ROWS_PER_GROUP * experts
-    return k % _K_MULTIPLE == 0 and enough_rows and 4 * tiles >= 3 * multiprocessors(device)
+    # NOTE: the kernel takes whole pairs of blocks beyond the last 256 columns.
+    return k % 64 == 0 and enough_rows and 4 * tiles >= 3 * multiprocessors(device)
 
 
 def persistent_grouped_gemm(

@@ -2,8 +2,7 @@
 
 A thread loads its block as 32-bit words and keeps it in registers: amax, rotation and packing need no other thread.
 
-- MXFP4 uses bf16x2 arithmetic. A product with a power of two is exact, and one fused multiply-add with a constant
-  rounds once, as fp32 would. fp16, fp32 and rotated values are rounded to odd first.
+- MXFP4 uses bf16x2 arithmetic (`primitives.e2m1x2`). fp16, fp32 and rotated values are rounded to odd first.
 - Formats of six and eight bits use the GPU's conversion to FP8.
 - NVFP4 divides in fp32. GPUs without these instructions compute everything in fp32.
 

@@ -39,12 +39,10 @@ def reject(fmt: Format) -> str | None:
 def dequantize(
     qdata: Tensor, scale: Tensor, fmt: Format, length: int, *, block_offset: int = 0, dtype: torch.dtype
 ) -> Tensor:
-    """The values [N, length] of packed codes: element x block scale in fp32, rounded once; no per-tensor scale.
+    """Arguments and results are those of the twin.
 
     Args:
         qdata, scale: uint8 [N, bytes] and [N, blocks], any strides: rows or columns of a larger weight.
-        length: elements a row.
-        block_offset: codes to skip at the start of each row's first block.
         dtype: bf16, fp16 or fp32.
     """
     assert fmt.block_size is not None
@@ -84,9 +82,8 @@ def dequantize(
 
 
 def _view_words(qdata: Tensor, bits: int) -> Tensor:
-    """The packed bytes as words to load: a unit of 4-bit codes is one of 32 bits, of 6-bit codes three of 16 bits.
-
-    Rows that do not consist of such words stay bytes.
+    """The packed bytes as words to load: a unit of 4-bit codes is one of 32 bits, of 6-bit codes three of 16 bits. Rows
+    that do not consist of such words stay bytes.
     """
     width = {4: 4, 6: 2, 8: 1}[bits]
     if qdata.stride(1) != 1 or qdata.shape[1] % width or qdata.stride(0) % width or qdata.storage_offset() % width:
