@@ -145,10 +145,8 @@ def _check_rows(rows: Sequence[int]) -> list[int]:
 
 
 def find_products(model: nn.Module) -> tuple[list[Product], dict[str, list[str]]]:
-    """The different products of a model that a backend has several kernels for; and why the other weights are left out.
-
-    Raises:
-        ValueError: nothing in the model is quantized, or a weight's backend cannot compute it.
+    """The different products of a model that a backend has several kernels for; and why the other weights are left
+    out. Raises as `tune`.
     """
     products: dict[tuple[str, str], Product] = {}
     left: dict[str, list[str]] = {}

@@ -68,10 +68,8 @@ def _prepare(x: Tensor, weight: Operand, problem: Problem) -> tuple[Tensor, Tens
     if problem.activation is None:
         return x.to(dtype), None
     activation = get_format(problem.activation, activation=True)
-    static = weight.activation_scale
-    return fake_quantize(
-        x, activation, problem.activation_scale_mode, None if static is None else static.reshape(()), dtype
-    )
+    static = None if weight.activation_scale is None else weight.activation_scale.reshape(())
+    return fake_quantize(x, activation, problem.activation_scale_mode, static, dtype)
 
 
 def _multiply_matrix(x: Tensor, outer: Tensor | None, weight: Operand, bias: Tensor | None, problem: Problem) -> Tensor:

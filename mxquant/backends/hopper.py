@@ -47,10 +47,7 @@ class PackedLayout(Layout):
 
 def reject_problem(problem: Problem, takes_formats: bool, formats: str) -> str | None:
     """None on a GPU whose wgmma takes its first operand from registers, where Triton is installed, for bf16 and a
-    weight of whole tiles in the formats that a backend takes.
-
-    Args:
-        formats: the reason against other formats.
+    weight of whole tiles in the formats that a backend takes. `formats` is its reason against others.
     """
     if problem.capability is None:
         return no_device(problem, "an NVIDIA GPU")

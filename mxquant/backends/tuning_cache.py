@@ -83,11 +83,7 @@ def load_table(device: str) -> Table:
 
 
 def check_writable(path: Path) -> None:
-    """Make the folder of a file, and check that the file can be locked and written there.
-
-    Raises:
-        OSError: it cannot.
-    """
+    """Make the folder of a file, and raise OSError if the file cannot be locked and written there."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with _lock(path):
@@ -141,11 +137,8 @@ def _lock(path: Path) -> AbstractContextManager[object]:
 
 
 def _read(path: Path, device: str) -> Table:
-    """The table in a file; empty if there is none.
-
-    Raises:
-        OSError: the file cannot be read.
-        ValueError, RecursionError: it was written elsewhere, or is damaged.
+    """The table in a file; empty if there is none. Raises OSError if the file cannot be read, ValueError or
+    RecursionError if it was written elsewhere or is damaged.
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))

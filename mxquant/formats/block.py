@@ -84,9 +84,7 @@ def scale_blocks(
     blocks: Tensor, fmt: Format, mode: str | None, per_tensor_scale: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """The scale bytes [rows, blocks] of fp32 `blocks` [rows, blocks, block_size], and the blocks in units of them.
-
-    Args:
-        per_tensor_scale: NVFP4's, fp32: of one element, or [rows, 1].
+    NVFP4's `per_tensor_scale` is fp32, of one element or [rows, 1].
     """
     if fmt.per_tensor:
         assert per_tensor_scale is not None

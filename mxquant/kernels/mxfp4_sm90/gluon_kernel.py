@@ -9,8 +9,6 @@ Rows may be sorted into groups, each with its own matrix of a stack. Then a tabl
 tiles of the groups are (`persistent_grouped_gemm`).
 
 Triton's interpreter does not run Gluon. Without a GPU, tests check that the kernel compiles.
-
-Shape suffixes: M input rows, N weight rows, K columns.
 """
 
 from __future__ import annotations

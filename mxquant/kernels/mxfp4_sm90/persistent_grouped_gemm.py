@@ -77,11 +77,7 @@ def _group_block_m(mean_rows: int, *, fp16: bool) -> int:
 
 
 def row_tile_table(offsets_E: Tensor, sorted_rows: int, block_m: int) -> Tensor:
-    """The row tiles that groups need, found on the device.
-
-    Args:
-        offsets_E: int32, where each group ends.
-        block_m: rows of a tile.
+    """The row tiles, of `block_m` rows, that groups need, found on the device.
 
     Returns:
         int32 [1 + as many as any groups could need, 4]. The first entry begins with the number of row tiles. Each other

@@ -51,19 +51,15 @@ def fake_quantize(
     rows, length = x.shape
     values = torch.empty(rows, length, dtype=dtype, device=x.device)
     if fmt.scale_format == "e8m0":
-        if values.numel():
-            _launch_tiles(x, values, None, fmt, scale_mode, dynamic=False)
+        _launch_tiles(x, values, None, fmt, scale_mode, dynamic=False)
         return values, None
     if static_scale is not None:
         outer = static_scale.to(torch.float32).expand(rows, 1)
-        if values.numel():
-            _launch_tiles(x, values, outer, fmt, None, dynamic=False)
+        _launch_tiles(x, values, outer, fmt, None, dynamic=False)
         return values, outer
     outer = torch.empty(rows, 1, dtype=torch.float32, device=x.device)
-    if not values.numel():
-        return values, outer
     in_one_launch = length <= _LONGEST_ROW
-    if not in_one_launch:
+    if rows and not in_one_launch:
         with torch.cuda.device_of(x):
             mxquant_row_scale[(rows,)](
                 x,
@@ -89,6 +85,8 @@ def _launch_tiles(
 ) -> None:
     """Write `values`; if `dynamic`, tiles are as wide as a row and write `outer`, too."""
     rows, length = x.shape
+    if not values.numel():
+        return
     columns = max(next_power_of_2(length), fmt.block_size or 1)
     if not dynamic:
         columns = min(columns, _TILE)
