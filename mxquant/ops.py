@@ -6,8 +6,7 @@ the same bytes.
 
 Kernel modules import triton, so each is imported where it is called.
 
-Shape suffixes: T tokens, K choices a token, S = T K sorted token-expert pairs, E experts, H width of a token, F width
-inside an expert. In `gptq_columns`: K columns of a block, N rows of the weight.
+Shape suffixes are those of the twins.
 """
 
 from __future__ import annotations
@@ -70,9 +69,6 @@ def quantize_blocks(
 
     Args:
         rotation: the block size: rotate each block first, in fp32; K is a multiple of it.
-
-    Returns:
-        codes, uint8 [..., fmt.packed_size(K)]; scales, uint8 [..., fmt.num_blocks(K)].
     """
     if _on_gpu(x):
         import mxquant.kernels.quantize.strided as kernel
@@ -92,10 +88,7 @@ def quantize_blocks(
 
 
 def hadamard(x: Tensor, size: int, dtype: torch.dtype) -> Tensor:
-    """`mxquant.reference.hadamard` of `x` [..., K], computed in fp32 (fp64 for fp64) and rounded once to `dtype`.
-
-    Not differentiable.
-    """
+    """`mxquant.reference.hadamard` of `x` [..., K], rounded once to `dtype`. Not differentiable."""
     if not is_traced(x) and _on_gpu(x):
         import mxquant.kernels.quantize.hadamard as kernel
 
@@ -105,11 +98,7 @@ def hadamard(x: Tensor, size: int, dtype: torch.dtype) -> Tensor:
 
 
 def gptq_columns(w_KN: Tensor, unit_KN: Tensor, factor_KK: Tensor, element: ElementFormat) -> tuple[Tensor, Tensor]:
-    """GPTQ's rounding of the columns of one block, as `mxquant.reference.gptq_columns`. May work on `w_KN` in place.
-
-    Returns:
-        rounded, fp32 [K, N], values of the element format; errors, fp32 [K, N].
-    """
+    """GPTQ's rounding of the columns of one block, as `mxquant.reference.gptq_columns`. May work on `w_KN` in place."""
     if _on_gpu(w_KN):
         import mxquant.kernels.quantize.gptq_columns as kernel
 
@@ -129,11 +118,7 @@ def gated_activation(both_S2F: Tensor, gate: GatedActivation) -> Tensor:
 
 
 def route(ids_TK: Tensor, experts: int) -> Routing:
-    """Sort token-expert pairs by expert; pairs of one expert keep their order.
-
-    Args:
-        ids_TK: integers; ids outside 0..experts-1 sort to the end, beyond the last offset.
-    """
+    """Sort token-expert pairs by expert, as `mxquant.reference.routing`; `ids_TK` of any integer type."""
     if ids_TK.dtype not in (torch.int32, torch.int64):
         ids_TK = ids_TK.to(torch.int64)  # a narrow type may not hold the number of experts
     if _runs_kernels(ids_TK) and ids_TK.numel():
@@ -144,11 +129,7 @@ def route(ids_TK: Tensor, experts: int) -> Routing:
 
 
 def combine(y_SH: Tensor, routing: Routing, weights_TK: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """The sum of each token's experts, times the router's weights where given: [T, H] in `dtype`.
-
-    Sums are in fp32 (fp64 for fp64). Pairs of no expert here are left out, even where their weight is NaN.
-    Differentiable, by torch's operators.
-    """
+    """Add up each token's experts, as `mxquant.reference.routing`. Differentiable, by torch's operators."""
     tensors = (y_SH,) if weights_TK is None else (y_SH, weights_TK)
     if _runs_kernels(*tensors):
         import mxquant.kernels.moe.routing as kernel

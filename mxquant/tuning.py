@@ -1,7 +1,6 @@
 """`tune`: measure which of a backend's kernels is the fastest for the products of a model, and keep that on disk.
 
-Nothing is measured unless it is asked for. Timing waits for the GPU, which a matmul must not do unasked, and cannot do
-while a CUDA graph is captured.
+Timing waits for the GPU, which a matmul must not do unasked, and cannot do while a CUDA graph is captured.
 """
 
 from __future__ import annotations
@@ -44,10 +43,9 @@ class Product:
 
     def measure(self, rows: int, timer: Timer) -> Measurement:
         """Time each kernel for so many rows."""
-        problem = self.problem
-        generator = torch.Generator(problem.device).manual_seed(0)  # NOTE: torch's own is the user's
-        sizes = rows, problem.in_features
-        x = torch.randn(sizes, generator=generator, dtype=problem.dtype, device=problem.device)
+        problem, device = self.problem, self.problem.device
+        generator = torch.Generator(device).manual_seed(0)  # NOTE: torch's own is the user's
+        x = torch.randn(rows, problem.in_features, generator=generator, dtype=problem.dtype, device=device)
         choices = self.backend.kernel_choices(problem, rows)
         times = {choice.name: timer(choice, x, self.weight, problem) for choice in choices}
         return Measurement(self, rows, times)
@@ -147,10 +145,8 @@ def _check_rows(rows: Sequence[int]) -> list[int]:
 
 
 def find_products(model: nn.Module) -> tuple[list[Product], dict[str, list[str]]]:
-    """The different products of a model that a backend has several kernels for; and why the other weights are left out.
-
-    Raises:
-        ValueError: nothing in the model is quantized, or a weight's backend cannot compute it.
+    """The different products of a model that a backend has several kernels for; and why the other weights are left
+    out. Raises as `tune`.
     """
     products: dict[tuple[str, str], Product] = {}
     left: dict[str, list[str]] = {}

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from mxquant import MXTensor, quantize
 from mxquant.formats import get_format
 from mxquant.formats.block import dequantize_blocks, quantize_blocks
-from mxquant.formats.row import quantize_rows
-from mxquant.formats.scale import nvfp4_row_scale
+from mxquant.formats.element import decode, encode
+from mxquant.formats.scale import nvfp4_row_scale, row_scale
 from mxquant.tensor import as_weight
 
 FORMATS = ("mxfp4", "mxfp6_e2m3", "mxfp6_e3m2", "mxfp8_e4m3", "mxfp8_e5m2", "nvfp4")
@@ -81,9 +81,8 @@ def activation64(x: Tensor, activation: str | None, scale_mode: str | None = Non
         return x.double()
     format = get_format(activation, activation=True)
     if activation.startswith("fp8"):
-        codes, scale = quantize_rows(x.float(), format)
-        float8 = torch.float8_e4m3fn if activation == "fp8_e4m3" else torch.float8_e5m2
-        return codes.view(float8).double() * scale.double()
+        scale = row_scale(x, format)
+        return decode(encode(x.float() / scale, format.element), format.element, torch.float64) * scale.double()
     # NVFP4: each row brings its own "per-tensor" scale, so that a row does not depend on its batch mates.
     global_scale = nvfp4_row_scale(x, scale_mode) if format.per_tensor else None
     codes, scale = quantize_blocks(x.float(), format, scale_mode, per_tensor_scale=global_scale)

@@ -106,7 +106,6 @@ class Problem:
     capability: tuple[int, int] | None
     """CUDA compute capability; None elsewhere."""
     contraction: str = FORWARD
-    """`FORWARD` or `DGRAD`."""
     layout: str = CANONICAL
     experts: int = 0
     """Matrices in the stack of a grouped matmul; 0 for the matmul of one matrix."""
@@ -122,12 +121,10 @@ class Problem:
 
     @property
     def weight(self) -> str:
-        """Name of the weight's format."""
         return self.scheme.weight
 
     @property
     def activation(self) -> str | None:
-        """Name of the format that the input is quantized to first; None: not at all."""
         return self.scheme.activation
 
     @property
@@ -145,11 +142,7 @@ class Problem:
 
 
 def no_device(problem: Problem, needed: str) -> str:
-    """The reason of a backend that needs a GPU against a problem without a compute capability.
-
-    Args:
-        needed: the GPU, as in "an NVIDIA GPU".
-    """
+    """The reason of a backend that needs a GPU, `needed`, against a problem without a compute capability."""
     if problem.device.type == "cuda":
         return "no CUDA device is here, so it cannot be asked"
     return f"needs {needed}, this is {problem.device.type}"

@@ -41,7 +41,7 @@ class Emulation(Backend):
 
     def matmul(self, x: Tensor, weight: Operand, bias: Tensor | None, problem: Problem) -> Tensor:
         values, outer = _prepare(x, weight, problem)
-        return _multiply(values, outer, weight, bias, problem)
+        return _multiply_matrix(values, outer, weight, bias, problem)
 
     def grouped_matmul(
         self, x: Tensor, weights: Operand, bias: Tensor | None, groups: Groups, problem: Problem
@@ -56,7 +56,7 @@ class Emulation(Backend):
         for expert, rows in groups.on_host():
             factor = None if outer is None else groups.pick(outer, rows)
             bias_N = None if bias is None else bias[expert]
-            y[rows] = _multiply(groups.pick(values, rows), factor, weights.matrix(expert), bias_N, problem)
+            y[rows] = _multiply_matrix(groups.pick(values, rows), factor, weights.matrix(expert), bias_N, problem)
         return y
 
 
@@ -68,16 +68,14 @@ def _prepare(x: Tensor, weight: Operand, problem: Problem) -> tuple[Tensor, Tens
     if problem.activation is None:
         return x.to(dtype), None
     activation = get_format(problem.activation, activation=True)
-    static = weight.activation_scale
-    return fake_quantize(
-        x, activation, problem.activation_scale_mode, None if static is None else static.reshape(()), dtype
-    )
+    static = None if weight.activation_scale is None else weight.activation_scale.reshape(())
+    return fake_quantize(x, activation, problem.activation_scale_mode, static, dtype)
 
 
-def _multiply(x: Tensor, outer: Tensor | None, weight: Operand, bias: Tensor | None, problem: Problem) -> Tensor:
+def _multiply_matrix(x: Tensor, outer: Tensor | None, weight: Operand, bias: Tensor | None, problem: Problem) -> Tensor:
     """The product of a prepared input with one matrix."""
     fmt = get_format(problem.weight)
-    multiply = _multiply_forward if problem.contraction == FORWARD else _multiply_dgrad
+    multiply = _emulate_forward if problem.contraction == FORWARD else _emulate_dgrad
     factors = [factor for factor in (outer, weight.per_tensor_scale) if factor is not None]
     if not factors:
         return multiply(x, weight, None if bias is None else bias.to(x.dtype), problem, fmt).to(problem.dtype)
@@ -96,7 +94,7 @@ def _arithmetic_dtype(problem: Problem) -> torch.dtype:
     return torch.bfloat16 if problem.dtype == torch.bfloat16 and not has_outer_factor else torch.float32
 
 
-def _multiply_forward(x: Tensor, weight: Operand, bias: Tensor | None, problem: Problem, fmt: Format) -> Tensor:
+def _emulate_forward(x: Tensor, weight: Operand, bias: Tensor | None, problem: Problem, fmt: Format) -> Tensor:
     """x [M, K] @ w[N, K].T, over chunks of the weight's rows.
 
     Each chunk writes whole rows of the transposed product in place; columns would need a copy.
@@ -112,7 +110,7 @@ def _multiply_forward(x: Tensor, weight: Operand, bias: Tensor | None, problem: 
     return y_NM.t().contiguous()
 
 
-def _multiply_dgrad(x: Tensor, weight: Operand, bias: Tensor | None, problem: Problem, fmt: Format) -> Tensor:
+def _emulate_dgrad(x: Tensor, weight: Operand, bias: Tensor | None, problem: Problem, fmt: Format) -> Tensor:
     """x [M, N] @ w[N, K], over chunks of the weight's blocks, so that no partial sums are added."""
     assert fmt.block_size is not None
     n, end = problem.out_features, problem.block_offset + problem.in_features

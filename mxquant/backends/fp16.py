@@ -19,8 +19,7 @@ from mxquant.backends.hopper import (
     kernel_ready,
     multiply_groups,
     order_choices,
-    reject_device,
-    reject_shape,
+    reject_problem,
 )
 from mxquant.backends.kernel_choice import KernelChoice, TunableBackend
 from mxquant.kernels.mxfp4_sm90.layout import TILE_N
@@ -39,12 +38,8 @@ class FP16(TunableBackend):
     gates: ClassVar[bool] = True
 
     def reject(self, problem: Problem) -> str | None:
-        if reason := reject_device(problem):
-            return reason
-        if problem.weight != "mxfp4" or problem.activation is not None:
-            given = f"{problem.weight} weights by {problem.activation or 'unquantized'} activations"
-            return f"multiplies MXFP4 weights by bfloat16 only; this is {given}"
-        return reject_shape(problem)
+        takes = problem.weight == "mxfp4" and problem.activation is None
+        return reject_problem(problem, takes, "multiplies MXFP4 weights by bfloat16 only")
 
     def kernel_choices(self, problem: Problem, rows: int) -> tuple[KernelChoice, ...]:
         if problem.contraction == DGRAD:
@@ -60,7 +55,7 @@ class FP16(TunableBackend):
 
 
 @kernel_ready
-def _multiply_dequantized(x: Tensor, weight: Operand, bias: Tensor | None, problem: Problem) -> Tensor:
+def _multiply_bf16(x: Tensor, weight: Operand, bias: Tensor | None, problem: Problem) -> Tensor:
     # NOTE: imported here, since it imports triton, which is not everywhere. `from` would take several times as long.
     import mxquant.kernels.mxfp4_sm90.dequantize as dequantize
 
@@ -78,7 +73,7 @@ def _multiply_dequantized(x: Tensor, weight: Operand, bias: Tensor | None, probl
 
 
 @kernel_ready
-def _multiply_dgrad(x: Tensor, weight: Operand, bias: Tensor | None, problem: Problem) -> Tensor:
+def _dgrad_bf16(x: Tensor, weight: Operand, bias: Tensor | None, problem: Problem) -> Tensor:
     import mxquant.kernels.mxfp4_sm90.dequantize as dequantize
 
     w = dequantize.dequantize_to_bf16(weight.qdata, weight.scale, problem.in_features)
@@ -87,5 +82,5 @@ def _multiply_dgrad(x: Tensor, weight: Operand, bias: Tensor | None, problem: Pr
     return torch.mm(x, w, out_dtype=torch.float32).add_(bias).to(torch.bfloat16)
 
 
-_DEQUANTIZE = KernelChoice("dequantize", _multiply_dequantized)
-_DEQUANTIZE_DGRAD = KernelChoice("dequantize", _multiply_dgrad)
+_DEQUANTIZE = KernelChoice("dequantize", _multiply_bf16)
+_DEQUANTIZE_DGRAD = KernelChoice("dequantize", _dgrad_bf16)

@@ -20,8 +20,7 @@ from mxquant.backends.hopper import (
     multiply_groups,
     order_choices,
     prologue_of,
-    reject_device,
-    reject_shape,
+    reject_problem,
 )
 from mxquant.backends.kernel_choice import KernelChoice, TunableBackend
 
@@ -38,12 +37,8 @@ class FP8(TunableBackend):
     gates: ClassVar[bool] = True
 
     def reject(self, problem: Problem) -> str | None:
-        if reason := reject_device(problem):
-            return reason
-        if problem.weight != "mxfp4" or problem.activation != "mxfp4" or problem.contraction != FORWARD:
-            given = f"{problem.weight} weights by {problem.activation or 'unquantized'} activations"
-            return f"multiplies MXFP4 by MXFP4 only, along the blocked axis; this is {given}"
-        return reject_shape(problem)
+        takes = problem.weight == problem.activation == "mxfp4" and problem.contraction == FORWARD
+        return reject_problem(problem, takes, "multiplies MXFP4 by MXFP4 only, along the blocked axis")
 
     def kernel_choices(self, problem: Problem, rows: int) -> tuple[KernelChoice, ...]:
         return order_choices(problem, rows, _WARP_SPECIALIZED_ROWS, _SPLIT_K_ROWS, _DEQUANTIZE)
@@ -55,7 +50,7 @@ class FP8(TunableBackend):
 
 
 @kernel_ready
-def _multiply_dequantized(x: Tensor, weight: Operand, bias: Tensor | None, problem: Problem) -> Tensor:
+def _multiply_e4m3(x: Tensor, weight: Operand, bias: Tensor | None, problem: Problem) -> Tensor:
     # NOTE: imported here, since they import triton, which is not everywhere. `from` would take several times as long.
     import mxquant.kernels.mxfp4_sm90.activation as activation
     import mxquant.kernels.mxfp4_sm90.dequantize as dequantize
@@ -76,4 +71,4 @@ def _multiply_dequantized(x: Tensor, weight: Operand, bias: Tensor | None, probl
     return y
 
 
-_DEQUANTIZE = KernelChoice("dequantize", _multiply_dequantized)
+_DEQUANTIZE = KernelChoice("dequantize", _multiply_e4m3)

@@ -13,7 +13,7 @@ from mxquant.backends.kernel_choice import KernelChoice, Multiply
 from mxquant.formats.spec import Format, get_format
 from mxquant.kernels import has_triton
 from mxquant.kernels.mxfp4_sm90.layout import BLOCK, MIN_K, TILE_N, pack_weight, unpack_weight
-from mxquant.kernels.mxfp4_sm90.prologue import Prologue
+from mxquant.reference.rescale import Prologue
 
 
 class PackedLayout(Layout):
@@ -45,16 +45,10 @@ class PackedLayout(Layout):
         return codes, scales
 
 
-def reject_search(problem: Problem) -> str | None:
-    """None unless activations are quantized by scales that are searched for, which no kernel does."""
-    mode = problem.activation_scale_mode
-    if problem.activation is None or mode not in get_format(problem.activation, activation=True).searched_scale_modes:
-        return None
-    return f"has no kernel for activations in scale mode {mode}, whose scales are searched for"
-
-
-def reject_device(problem: Problem) -> str | None:
-    """None on a GPU whose wgmma takes its first operand from registers, where Triton is installed."""
+def reject_problem(problem: Problem, takes_formats: bool, formats: str) -> str | None:
+    """None on a GPU whose wgmma takes its first operand from registers, where Triton is installed, for bf16 and a
+    weight of whole tiles in the formats that a backend takes. `formats` is its reason against others.
+    """
     if problem.capability is None:
         return no_device(problem, "an NVIDIA GPU")
     # NOTE: ROCm reports its architectures as capabilities, too: gfx90a is its 9.0.
@@ -64,11 +58,11 @@ def reject_device(problem: Problem) -> str | None:
         return "needs compute capability 9.0 (Hopper), this is {}.{}".format(*problem.capability)
     if not has_triton():
         return "needs the package triton, which is not installed"
-    return reject_search(problem)
-
-
-def reject_shape(problem: Problem) -> str | None:
-    """None for bf16 and a weight of whole tiles."""
+    mode, activation = problem.activation_scale_mode, problem.activation
+    if activation is not None and mode in get_format(activation, activation=True).searched_scale_modes:
+        return f"has no kernel for activations in scale mode {mode}, whose scales are searched for"
+    if not takes_formats:
+        return f"{formats}; this is {problem.weight} weights by {activation or 'unquantized'} activations"
     if problem.dtype != torch.bfloat16:
         return f"gives bfloat16 only, not the accuracy of {str(problem.dtype).removeprefix('torch.')}"
     n, k = problem.out_features, problem.in_features
@@ -145,8 +139,7 @@ def order_choices(
     """`TunableBackend.kernel_choices`, by what was measured on an H200.
 
     Args:
-        warp_specialized: numbers of rows for which that kernel is the default, where there is work for the whole
-            device.
+        warp_specialized: numbers of rows for which that kernel is the default, if there is work for the whole device.
         split_k: most rows for which, elsewhere, that kernel is the default; it decodes once for every 128 rows.
         dequantize: the default for more rows.
     """

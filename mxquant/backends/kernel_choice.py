@@ -21,10 +21,8 @@ Multiply = Callable[[Tensor, Operand, Tensor | None, Problem], Tensor]
 
 
 class KernelChoice(NamedTuple):
-    """One of a backend's kernels for a product.
-
-    Each kernel computes what the problem says, with the same bits every time. The order of fp32 sums may differ from
-    one kernel to another.
+    """One of a backend's kernels for a product: it computes what the problem says, with the same bits every time. The
+    order of fp32 sums may differ from one kernel to another.
     """
 
     name: str
@@ -44,8 +42,7 @@ class TunableBackend(Backend):
     def kernel_choices(self, problem: Problem, rows: int) -> tuple[KernelChoice, ...]:
         """The kernels that compute `rows` rows, 1 or more, of a problem that this backend takes; at least one.
 
-        The first is the default, where nothing was measured. The answer is cached, so it may depend on the arguments
-        alone.
+        The first is the default. The answer is cached, so it may depend on the arguments alone.
         """
 
     def matmul(self, x: Tensor, weight: Operand, bias: Tensor | None, problem: Problem) -> Tensor:

@@ -119,11 +119,7 @@ def select_backend(problem: Problem, requested: str = "auto") -> Backend:
 
 @functools.lru_cache(maxsize=4096)
 def preferences(problem: Problem, requested: str = "auto") -> tuple[Backend, ...]:
-    """The backends that take `problem`, best first; or the requested one alone.
-
-    Raises:
-        ValueError: the requested backend is unknown, or rejects the problem.
-    """
+    """The backends that take `problem`, best first; or the requested one alone. Raises as `select`."""
     if requested != "auto":
         backend = get_backend(requested)
         reason = backend.reject(problem)

@@ -83,19 +83,15 @@ def load_table(device: str) -> Table:
 
 
 def check_writable(path: Path) -> None:
-    """Make the folder of a file, and check that the file can be locked and written there.
-
-    Raises:
-        OSError: it cannot.
-    """
+    """Make the folder of a file, and raise OSError if the file cannot be locked and written there."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with _lock(path):
             if path.is_dir():
                 raise IsADirectoryError("it is a folder")
-            with _new(path).open("ab"):
+            with _new_file(path).open("ab"):
                 pass
-            _new(path).unlink()
+            _new_file(path).unlink()
     except (OSError, NotImplementedError) as error:  # the latter: a file system without locks
         raise _cannot_write(path, error) from error
 
@@ -116,14 +112,14 @@ def record(device: str, measured: Table) -> Path:
         merged = {product: {**known.get(product, {}), **measured.get(product, {})} for product in products}
         content = json.dumps({**_environment(device), "routes": merged}, indent=1) + "\n"
         try:
-            _new(path).write_text(content, encoding="utf-8")
-            os.replace(_new(path), path)
+            _new_file(path).write_text(content, encoding="utf-8")
+            os.replace(_new_file(path), path)
         except OSError as error:
             raise _cannot_write(path, error) from error
     return path
 
 
-def _new(path: Path) -> Path:
+def _new_file(path: Path) -> Path:
     """Where a file is written before it replaces the old one."""
     return path.with_suffix(".new")
 
@@ -141,11 +137,8 @@ def _lock(path: Path) -> AbstractContextManager[object]:
 
 
 def _read(path: Path, device: str) -> Table:
-    """The table in a file; empty if there is none.
-
-    Raises:
-        OSError: the file cannot be read.
-        ValueError, RecursionError: it was written elsewhere, or is damaged.
+    """The table in a file; empty if there is none. Raises OSError if the file cannot be read, ValueError or
+    RecursionError if it was written elsewhere or is damaged.
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))

@@ -1,8 +1,6 @@
 """The bits of every format: element formats, scales, packing and blocks. Pure torch on plain tensors."""
 
 from mxquant.formats.block import dequantize_blocks, quantize_blocks
-from mxquant.formats.convert import to_fp32
-from mxquant.formats.row import quantize_rows
 from mxquant.formats.scale import nvfp4_per_tensor_scale, nvfp4_row_scale
 from mxquant.formats.spec import (
     ACTIVATION_FORMATS,
@@ -29,7 +27,5 @@ __all__ = [
     "nvfp4_per_tensor_scale",
     "nvfp4_row_scale",
     "quantize_blocks",
-    "quantize_rows",
     "resolve_scale_mode",
-    "to_fp32",
 ]

@@ -21,8 +21,8 @@ from mxquant.formats.scale import (
     e4m3_to_float,
     e8m0_from_amax,
     e8m0_reciprocal,
-    e8m0_to_float,
     nvfp4_per_tensor_scale,
+    scale_to_float,
 )
 from mxquant.formats.search import search_e4m3, search_e8m0
 from mxquant.formats.spec import Format, resolve_scale_mode
@@ -62,15 +62,14 @@ def quantize_blocks(
     step = max(1, chunk_elements(rows) // max(1, length))
     for start in range(0, rows.shape[0], step):
         chunk = slice(start, start + step)
-        blocks = to_blocks(to_fp32(rows[chunk]), fmt)
-        if fmt.per_tensor:
-            assert per_tensor_scale is not None
-            per_row = per_tensor_scale if per_tensor_scale.numel() == 1 else per_tensor_scale[chunk]
-            codes, scale[chunk] = _encode_nvfp4(blocks, fmt, mode, per_row, canonical_zero)
-        else:
-            assert mode is not None
-            codes, scale[chunk] = _encode_mx(blocks, fmt, mode, canonical_zero)
+        per_row = per_tensor_scale
+        if per_row is not None and per_row.numel() > 1:
+            per_row = per_row[chunk]
+        byte, scaled = scale_blocks(to_blocks(to_fp32(rows[chunk]), fmt), fmt, mode, per_row)
+        codes = encode(scaled, fmt.element, canonical_zero=canonical_zero)
+        codes.masked_fill_((byte == NAN_BYTE).unsqueeze(-1), 0)
         qdata[chunk] = pack_codes(codes.flatten(-2), fmt.element.bits)[:, : qdata.shape[1]]
+        scale[chunk] = byte
     return qdata.view(*x.shape[:-1], qdata.shape[1]), scale.view(*x.shape[:-1], scale.shape[1])
 
 
@@ -81,27 +80,27 @@ def to_blocks(rows: Tensor, fmt: Format) -> Tensor:
     return (F.pad(rows, (0, missing)) if missing else rows).unflatten(-1, (-1, fmt.block_size))
 
 
-def _encode_mx(blocks: Tensor, fmt: Format, mode: str, canonical_zero: bool) -> tuple[Tensor, Tensor]:
+def scale_blocks(
+    blocks: Tensor, fmt: Format, mode: str | None, per_tensor_scale: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """The scale bytes [rows, blocks] of fp32 `blocks` [rows, blocks, block_size], and the blocks in units of them.
+    NVFP4's `per_tensor_scale` is fp32, of one element or [rows, 1].
+    """
+    if fmt.per_tensor:
+        assert per_tensor_scale is not None
+        if mode == "four_over_six":
+            byte = search_e4m3(blocks, fmt.element, per_tensor_scale)
+        else:
+            byte = e4m3_from_amax(blocks.abs().amax(-1), per_tensor_scale)
+        # NOTE: divided by the rounded product of both scales, as ModelOpt does. A reciprocal would move values at ties.
+        return byte, blocks / (e4m3_to_float(byte) * per_tensor_scale).unsqueeze(-1)
+    assert mode is not None
     if mode == "mse":
-        scale = search_e8m0(blocks, fmt.element)
+        byte = search_e8m0(blocks, fmt.element)
     else:
         amax_bits = (blocks.contiguous().view(torch.int32) & MAGNITUDE_MASK).amax(-1)
-        scale = e8m0_from_amax(amax_bits, fmt.element, mode)
-    codes = encode(blocks * e8m0_reciprocal(scale).unsqueeze(-1), fmt.element, canonical_zero=canonical_zero)
-    return codes.masked_fill_((scale == NAN_BYTE).unsqueeze(-1), 0), scale
-
-
-def _encode_nvfp4(
-    blocks: Tensor, fmt: Format, mode: str | None, per_tensor_scale: Tensor, canonical_zero: bool
-) -> tuple[Tensor, Tensor]:
-    if mode == "four_over_six":
-        scale = search_e4m3(blocks, fmt.element, per_tensor_scale)
-    else:
-        scale = e4m3_from_amax(blocks.abs().amax(-1), per_tensor_scale)
-    # NOTE: divided by the rounded product of both scales, as ModelOpt does. A reciprocal would move values at ties.
-    divisor = (e4m3_to_float(scale) * per_tensor_scale).unsqueeze(-1)
-    codes = encode(blocks / divisor, fmt.element, canonical_zero=canonical_zero)
-    return codes.masked_fill_((scale == NAN_BYTE).unsqueeze(-1), 0), scale
+        byte = e8m0_from_amax(amax_bits, fmt.element, mode)
+    return byte, blocks * e8m0_reciprocal(byte).unsqueeze(-1)
 
 
 def dequantize_blocks(
@@ -127,7 +126,7 @@ def dequantize_blocks(
         [..., length] in `dtype`; NaN throughout a block whose scale byte is 255.
     """
     arithmetic = torch.float64 if dtype == torch.float64 else torch.float32
-    block_scale = (e4m3_to_float if fmt.scale_format == "e4m3" else e8m0_to_float)(scale, arithmetic)
+    block_scale = scale_to_float(scale, fmt, arithmetic)
     if per_tensor_scale is not None:
         block_scale = block_scale * per_tensor_scale.to(arithmetic)
     codes = unpack_codes(qdata, fmt.element.bits, block_offset + length)

@@ -38,16 +38,11 @@ class Codec(NamedTuple):
 
 
 def encode(values: Tensor, element: ElementFormat, *, canonical_zero: bool = False) -> Tensor:
-    """Codes of `values`, rounded to nearest even; values beyond the largest become the largest.
-
-    Every device and the compiler give the same codes.
+    """uint8 codes of `values`, rounded to nearest even; values beyond the largest become the largest.
 
     Args:
         values: fp32, any shape. NaN and Inf saturate; callers replace such blocks.
         canonical_zero: give every zero the code of +0 (AMD Quark does), instead of keeping the sign.
-
-    Returns:
-        uint8 codes of the same shape.
     """
     codes = CODECS[element.kind].encode(values, element)
     if canonical_zero:

@@ -3,7 +3,8 @@
 Uses no log2, no exp2 and no half-precision arithmetic: there implementations disagree by one. Sources:
 OCP MX v1.0 section 5.4.1 (E8M0: byte b is 2^(b-127), 255 is NaN, there is no zero) and 6.3 (`floor`); `even`: AMD
 Quark, torchao EVEN; `ceil`: torchao CEIL; `rceil`: NVIDIA cuBLAS, torchao RCEIL; `even_fp4`: compressed-tensors'
-MXFP8, which uses FP4's rounding constant for every element format; NVFP4: NVIDIA ModelOpt.
+MXFP8, which uses FP4's rounding constant for every element format; NVFP4: NVIDIA ModelOpt; one scale a row: the
+per-token dynamic quantization of vLLM and compressed-tensors.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from mxquant.formats.convert import chunk_elements, divide, to_fp32
 from mxquant.formats.element import decode, encode
-from mxquant.formats.spec import ELEMENT_FORMATS, ElementFormat
+from mxquant.formats.spec import ELEMENT_FORMATS, ElementFormat, Format
 
 NAN_BYTE = 255
 _INFINITY_BITS = 0x7F800000
@@ -30,11 +31,6 @@ _FOUR_OVER_SIX_MAX = 256.0
 _FP32_MIN_NORMAL = 2.0**-126
 
 
-def is_nonfinite(amax_bits: Tensor) -> Tensor:
-    """Whether the magnitude with these fp32 bits is Inf or NaN."""
-    return amax_bits >= _INFINITY_BITS
-
-
 def e8m0_from_amax(amax_bits: Tensor, element: ElementFormat, mode: str) -> Tensor:
     """The E8M0 byte of blocks whose largest magnitude has the fp32 bits `amax_bits`.
 
@@ -45,7 +41,7 @@ def e8m0_from_amax(amax_bits: Tensor, element: ElementFormat, mode: str) -> Tens
     Returns:
         int32 in 0..254; 255 where the magnitude is Inf or NaN.
     """
-    nonfinite = is_nonfinite(amax_bits)
+    nonfinite = amax_bits >= _INFINITY_BITS
     if element.max_exponent == 0:
         # Subnormals from 2^-127 on as numbers with exponent 0. Under other element formats all of them get byte 0.
         amax_bits = torch.where(
@@ -86,14 +82,25 @@ def e4m3_to_float(byte: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     return decode(byte, _E4M3, dtype)
 
 
+def scale_to_float(byte: Tensor, fmt: Format, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Value of a block format's uint8 scale bytes."""
+    return (e4m3_to_float if fmt.scale_format == "e4m3" else e8m0_to_float)(byte, dtype)
+
+
+def row_scale(x: Tensor, fmt: Format) -> Tensor:
+    """FP8's fp32 scales [..., 1] of the rows of `x` [..., K], amax / max_value computed in fp32 for every dtype: 1 for
+    an all-zero row, NaN for one that holds NaN or Inf.
+    """
+    amax = to_fp32(x).abs().amax(-1, keepdim=True)
+    scale = divide(amax, fmt.element.max_value).clamp_(min=_FP32_MIN_NORMAL)
+    return scale.masked_fill_(amax == 0, 1.0).masked_fill_(~amax.isfinite(), torch.nan)
+
+
 def nvfp4_per_tensor_scale(x: Tensor, mode: str | None = None) -> Tensor:
-    """NVFP4's fp32 scale, a multiplier in decoding: amax / (448 * 6) of the finite elements, ModelOpt's
+    """NVFP4's fp32 scale, 0-dim, a multiplier in decoding: amax / (448 * 6) of the finite elements, ModelOpt's
     `weight_scale_2`; in mode `four_over_six` amax / (256 * 6), as in its paper.
 
     An all-zero tensor and an empty one get 1. The scale is at least fp32's smallest normal number, since it divides.
-
-    Returns:
-        fp32, 0-dim.
     """
     if x.numel() == 0:
         return torch.ones((), dtype=torch.float32, device=x.device)
@@ -127,9 +134,6 @@ def e4m3_from_amax(amax: Tensor, per_tensor_scale: Tensor, largest: float = _E2M
         amax: fp32 [..., blocks]; Inf or NaN gives byte 255.
         per_tensor_scale: fp32, broadcastable.
         largest: the value that the block's maximum becomes.
-
-    Returns:
-        uint8 [..., blocks].
     """
     ratio = (amax / (largest * per_tensor_scale)).masked_fill_(amax == 0, 1.0)
     return encode(ratio.clamp_(_E4M3_MIN, _E4M3.max_value), _E4M3).masked_fill_(~amax.isfinite(), NAN_BYTE)

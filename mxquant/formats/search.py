@@ -28,7 +28,8 @@ def search_e8m0(blocks: Tensor, element: ElementFormat) -> Tensor:
     even = e8m0_from_amax(amax_bits, element, "even")
     scaled = blocks * e8m0_reciprocal(even).unsqueeze(-1)
     least, found = _squared_sum(round_to_element(scaled, element) - scaled), even
-    for step in (-1,) if _has_full_mantissa(element) else (1, -1):
+    has_full_top_mantissa = (element.max_code + 1) % (1 << element.mantissa_bits) == 0
+    for step in (-1,) if has_full_top_mantissa else (1, -1):
         error = _squared_sum(round_to_element(scaled * 2.0**-step, element) * 2.0**step - scaled)
         # NOTE: with NaN no comparison holds, so byte 255 stays.
         better = (error < least) & (even + step >= 0)
@@ -36,16 +37,9 @@ def search_e8m0(blocks: Tensor, element: ElementFormat) -> Tensor:
     return found
 
 
-def _has_full_mantissa(element: ElementFormat) -> bool:
-    """Whether the largest value's mantissa is all ones."""
-    return (element.max_code + 1) % (1 << element.mantissa_bits) == 0
-
-
 def search_e4m3(blocks: Tensor, element: ElementFormat, per_tensor_scale: Tensor) -> Tensor:
-    """The E4M3 bytes of mode `four_over_six`: uint8 [..., blocks], of fp32 [..., blocks, block_size].
-
-    Args:
-        per_tensor_scale: fp32, broadcastable to [..., blocks].
+    """The E4M3 bytes of mode `four_over_six`: uint8 [..., blocks], of fp32 [..., blocks, block_size];
+    `per_tensor_scale` is fp32, broadcastable to [..., blocks].
     """
     amax = blocks.abs().amax(-1)
     relative = blocks / per_tensor_scale.unsqueeze(-1)

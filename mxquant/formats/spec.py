@@ -106,18 +106,18 @@ ELEMENT_FORMATS: dict[str, ElementFormat] = {
 }
 
 
-def _mx(name: str, element: str, default_scale_mode: str) -> Format:
+def _mx_format(name: str, element: str, default_scale_mode: str) -> Format:
     return Format(name, ELEMENT_FORMATS[element], 32, "e8m0", MX_SCALE_MODES, default_scale_mode, ("mse",))
 
 
 FORMATS: dict[str, Format] = {
     fmt.name: fmt
     for fmt in (
-        _mx("mxfp4", "e2m1", "even"),
-        _mx("mxfp6_e2m3", "e2m3", "even"),
-        _mx("mxfp6_e3m2", "e3m2", "even"),
-        _mx("mxfp8_e4m3", "e4m3", "rceil"),
-        _mx("mxfp8_e5m2", "e5m2", "rceil"),
+        _mx_format("mxfp4", "e2m1", "even"),
+        _mx_format("mxfp6_e2m3", "e2m3", "even"),
+        _mx_format("mxfp6_e3m2", "e3m2", "even"),
+        _mx_format("mxfp8_e4m3", "e4m3", "rceil"),
+        _mx_format("mxfp8_e5m2", "e5m2", "rceil"),
         # The E4M3 scale is always rounded to nearest even.
         Format("nvfp4", ELEMENT_FORMATS["e2m1"], 16, "e4m3", ("even",), "even", ("four_over_six",)),
         Format("fp8_e4m3", ELEMENT_FORMATS["e4m3"], None, "fp32", (), None),
@@ -132,27 +132,27 @@ ACTIVATION_FORMATS = tuple(FORMATS)
 
 
 def get_format(name: str, *, activation: bool = False) -> Format:
-    """The format called `name` (or its alias: "mxfp6", "mxfp8").
+    """The format called `name`, or by an alias.
 
     Args:
-        activation: also accept the formats that only activations can have (one scale a row: "fp8_e4m3", "fp8_e5m2").
+        activation: also accept the formats that only activations can have.
 
     Raises:
         ValueError: no such format, or an activation format where a weight's is asked for.
         TypeError: `name` is not a string.
     """
     if not isinstance(name, str):
-        raise TypeError(f"a format is named by a string, one of {_names(activation)}; got {name!r}")
+        raise TypeError(f"a format is named by a string, one of {_listed(activation)}; got {name!r}")
     fmt = FORMATS.get(FORMAT_ALIASES.get(name, name))
     if fmt is not None and (activation or fmt.block_size is not None):
         return fmt
     why = "is unknown" if fmt is None else "is for activations only"
     raise ValueError(
-        f"format {name!r} {why}; use one of {_names(activation)} (mxfp6 stands for mxfp6_e2m3, mxfp8 for mxfp8_e4m3)"
+        f"format {name!r} {why}; use one of {_listed(activation)} (mxfp6 stands for mxfp6_e2m3, mxfp8 for mxfp8_e4m3)"
     )
 
 
-def _names(activation: bool) -> str:
+def _listed(activation: bool) -> str:
     return ", ".join(ACTIVATION_FORMATS if activation else WEIGHT_FORMATS)
 
 

@@ -27,9 +27,6 @@ def hadamard(x: Tensor, size: int) -> Tensor:
 
     Args:
         x: [..., K], floating; K a multiple of `size`, which is a power of two.
-
-    Returns:
-        [..., K] in fp32, or fp64 for fp64.
     """
     values = x.to(torch.promote_types(x.dtype, torch.float32))
     stage = values.reshape(-1, size).t().contiguous()  # [size, blocks]: sums run along the blocks

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mxquant.formats.element import decode as decode_elements
-from mxquant.formats.scale import e4m3_to_float, e8m0_to_float
+from mxquant.formats.scale import scale_to_float
 from mxquant.formats.spec import ElementFormat, Format
 from mxquant.formats.table import kept_table
 
@@ -23,10 +23,6 @@ _ENTRY_DTYPES = {4: torch.int32, 8: torch.int64, 16: torch.complex128}
 
 # Elements decoded at a time on a CPU: the buffers between packed bytes and values stay in the L2 cache.
 _CHUNK = 1 << 19
-
-
-def _codes_per_word(element: ElementFormat) -> int:
-    return 16 // element.bits
 
 
 @kept_table
@@ -39,16 +35,15 @@ def _element_table(element: ElementFormat, dtype: torch.dtype) -> Tensor:
     words = torch.arange(1 << 16)
     mask = (1 << element.bits) - 1
     starts = (0, 4) if element.bits == 6 else (0,)
-    shifts = [[start + element.bits * i for i in range(_codes_per_word(element))] for start in starts]
+    shifts = [[start + element.bits * i for i in range(16 // element.bits)] for start in starts]
     codes = torch.cat([torch.stack([(words >> shift) & mask for shift in row], -1) for row in shifts])
     values = decode_elements(codes, element, dtype)
     return values.view(_ENTRY_DTYPES[values.shape[-1] * values.itemsize]).view(-1)
 
 
 @kept_table
-def _scale_table(scale_format: str, dtype: torch.dtype) -> Tensor:
-    to_float = e4m3_to_float if scale_format == "e4m3" else e8m0_to_float
-    return to_float(torch.arange(256, dtype=torch.uint8), dtype)
+def _scale_table(fmt: Format, dtype: torch.dtype) -> Tensor:
+    return scale_to_float(torch.arange(256, dtype=torch.uint8), fmt, dtype)
 
 
 def decoded_rows(
@@ -59,10 +54,10 @@ def decoded_rows(
     NOTE: all chunks share one buffer, so the next chunk overwrites this one. That matters as much as the table: fresh
     buffers of a megabyte cost a page fault every 4 KiB.
 
+    `length` and `block_offset` are those of `dequantize_blocks`.
+
     Args:
         qdata, scale: uint8 [N, bytes] and [N, blocks], any strides.
-        length: elements a row.
-        block_offset: codes to skip at the start of each row's first block.
         dtype: bf16 or fp32; the product is exact in either within its range.
 
     Yields:
@@ -72,9 +67,9 @@ def decoded_rows(
     rows, blocks = scale.shape
     step = max(1, min(step, rows))
     table = _element_table(fmt.element, dtype, qdata.device)
-    scale_table = _scale_table(fmt.scale_format, dtype, qdata.device)
+    scale_table = _scale_table(fmt, dtype, qdata.device)
     scales = scale_table.index_select(0, scale.reshape(-1).to(torch.int32)).view(rows, blocks, 1)
-    source = qdata if fmt.element.bits == 6 else _as_words(qdata)
+    source = qdata if fmt.element.bits == 6 else _sixteen_bit_words(qdata)
     values = torch.empty(step, blocks, fmt.block_size, dtype=dtype, device=qdata.device)
     columns = slice(block_offset, block_offset + length)
     height = min(step, max(1, _CHUNK // values[0].numel())) if qdata.device.type == "cpu" else step
@@ -107,7 +102,7 @@ class _Buffers(NamedTuple):
         cls, rows: int, shape: torch.Size, width: int, element: ElementFormat, table: Tensor, dtype: torch.dtype
     ) -> _Buffers:
         """`width`: of the rows that `_fill_words` is given."""
-        count = shape.numel() // _codes_per_word(element)
+        count = shape.numel() // (16 // element.bits)
         words = torch.zeros(rows, count, dtype=torch.int32, device=table.device)
         entries = torch.empty(rows * count, dtype=table.dtype, device=table.device)
         groups = width // 3
@@ -119,7 +114,7 @@ class _Buffers(NamedTuple):
         return _Buffers(self.targets[:rows], self.words[:count], self.entries[:count], self.decoded[:rows])
 
 
-def _as_words(qdata: Tensor) -> Tensor:
+def _sixteen_bit_words(qdata: Tensor) -> Tensor:
     """The packed bytes [N, bytes] as 16-bit words, copied only where pairs of bytes cannot be viewed as words."""
     odd = qdata.shape[1] % 2
     if odd or qdata.stride(0) % 2 or qdata.storage_offset() % 2:

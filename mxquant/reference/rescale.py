@@ -13,17 +13,31 @@ Columns may be permuted within each 128, as the registers of wgmma hold the pack
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from mxquant.formats.block import dequantize_blocks, quantize_blocks
 from mxquant.formats.spec import FORMATS
+from mxquant.reference.gated_activation import GatedActivation
 from mxquant.reference.hadamard import hadamard
 
 E5M2_TOP, E5M2_SPAN = 13, 28
 """What the row's largest block exponent becomes in E5M2 (6 x 2^13 <= 57344), and how far exponents may lie apart."""
 _MXFP4 = FORMATS["mxfp4"]
+
+
+class Prologue(NamedTuple):
+    """What happens to activations before a product; `mxquant.kernels.mxfp4_sm90.activation` does it."""
+
+    scale_mode: str | None
+    """They are quantized to MXFP4 in this scale mode, and rescaled to FP8. None: not quantized, rescaled to FP16."""
+    rotated: bool = False
+    """bf16 rows that are quantized are rotated first, in blocks of 32 columns: in fp32, rounded to bf16."""
+    gate: GatedActivation | None = None
+    """Rows, bf16 [M, 2K], go through this before all else. The result is rounded to bf16."""
 
 
 def rescale_to_fp8(x: Tensor, scale_mode: str, *, permute: bool, rotated: bool = False) -> tuple[Tensor, Tensor]:

@@ -21,11 +21,11 @@ from mxquant.formats import ACTIVATION_FORMATS, get_format, resolve_scale_mode
 from mxquant.formats.block import dequantize_blocks
 from mxquant.formats.block import quantize_blocks as quantize_twin
 from mxquant.kernels import has_triton
-from mxquant.kernels.mxfp4_sm90.prologue import Prologue
 from mxquant.ops import route
 from mxquant.reference.fake_quantize import fake_quantize as fake_quantize_twin
 from mxquant.reference.gated_activation import GatedActivation
 from mxquant.reference.hadamard import hadamard
+from mxquant.reference.rescale import Prologue
 from mxquant.tensor import as_weight, grouped_product
 
 pytestmark = [

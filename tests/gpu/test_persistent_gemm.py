@@ -15,7 +15,7 @@ from torch import Tensor
 from mxquant import quantize
 from mxquant.formats import FORMATS, dequantize_blocks, quantize_blocks
 from mxquant.kernels.mxfp4_sm90.layout import pack_weight
-from mxquant.kernels.mxfp4_sm90.prologue import Prologue
+from mxquant.reference.rescale import Prologue
 from mxquant.tensor import as_weight
 
 pytestmark = [

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mxquant import MXTensor, quantize
 from mxquant.backends import Groups
-from mxquant.kernels.mxfp4_sm90.prologue import Prologue
+from mxquant.reference.rescale import Prologue
 from mxquant.tensor import as_weight, grouped_product
 
 pytestmark = [

@@ -12,11 +12,10 @@ from mxquant.formats import FORMATS, WEIGHT_FORMATS, get_format
 from mxquant.formats.block import dequantize_blocks
 from mxquant.formats.block import quantize_blocks as quantize_twin
 from mxquant.kernels.mxfp4_sm90.activation import rescale_activation
-from mxquant.kernels.mxfp4_sm90.prologue import Prologue
 from mxquant.kernels.quantize import dequantize, fake_quantize, strided
 from mxquant.reference.fake_quantize import fake_quantize as fake_quantize_twin
 from mxquant.reference.lookup import decoded_rows
-from mxquant.reference.rescale import rescale_to_fp8, rescale_to_fp16
+from mxquant.reference.rescale import Prologue, rescale_to_fp8, rescale_to_fp16
 
 Pairs = Iterator[tuple[Tensor, Tensor]]
 Run = Callable[[Tensor, "str | None"], Pairs]

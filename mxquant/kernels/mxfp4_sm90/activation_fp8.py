@@ -16,18 +16,17 @@ import triton.language as tl
 
 from mxquant.kernels.moe.gated_activation import load_gated_pairs
 from mxquant.kernels.mxfp4_sm90.load import row_scale_of
-from mxquant.kernels.mxfp4_sm90.prologue import Prologue
-from mxquant.kernels.primitives.bf16x2 import four_high_bytes, fp8_word, look_up
+from mxquant.kernels.primitives.bf16x2 import four_high_bytes, fp8_word, look_up, odd_pair
 from mxquant.kernels.primitives.e2m1x2 import amax_of_pairs, encode_pairs
 from mxquant.kernels.primitives.hadamard import hadamard_block
 from mxquant.kernels.primitives.numerics import INTERPRETED, e8m0_from_amax, e8m0_reciprocal, power_of_two
 from mxquant.kernels.primitives.pack import four_nibbles
 from mxquant.kernels.primitives.pdl import gdc_launch_dependents, gdc_wait
-from mxquant.kernels.primitives.thread_block import fp32_values, joined_words, load_pairs, nearest_pairs, odd_pairs
+from mxquant.kernels.primitives.thread_block import fp32_values, join_pairs, joined_words, load_pairs, nearest_pairs
 from mxquant.kernels.runtime.launch import cached_launch, cdiv, next_power_of_2
 from mxquant.kernels.runtime.plan import Step
 from mxquant.reference.gated_activation import GatedActivation
-from mxquant.reference.rescale import E5M2_SPAN, E5M2_TOP
+from mxquant.reference.rescale import E5M2_SPAN, E5M2_TOP, Prologue
 
 # Columns of a row in the registers of one program. Longer rows are read twice.
 _MAX_COLUMNS = 16384
@@ -62,7 +61,7 @@ def fp8_step(
 
 
 @dataclass(frozen=True)
-class _Config:
+class _Constants:
     """The constants of `mxquant_mxfp4_rescale_to_fp8` that its functions share."""
 
     MODE: str
@@ -75,8 +74,8 @@ class _Config:
 
 
 @triton.constexpr_function
-def _config(*constants: Any) -> _Config:
-    return _Config(*constants)
+def _constants(*values: Any) -> _Constants:
+    return _Constants(*values)
 
 
 class _Sizes(NamedTuple):
@@ -123,7 +122,7 @@ def _quantize_chunk(x: tl.tensor, block: tl.tensor, K: tl.tensor, CONFIG: tl.con
     if tl.bfloat16 != DTYPE:
         tl.static_assert(GATE is None)
         values = fp32_values(pairs, DTYPE)
-        pairs = odd_pairs(values[0::2], values[1::2])
+        pairs = join_pairs(odd_pair, values[0::2], values[1::2])
     exponent = e8m0_from_amax(amax_of_pairs(pairs), 2, 1, 7, MODE)
     codes = encode_pairs(pairs, e8m0_reciprocal(exponent), MODE == "floor")
     nibbles: tl.tuple = ()
@@ -218,7 +217,7 @@ def mxquant_mxfp4_rescale_to_fp8(
 
     NOTE: in place of rows and blocks that do not exist, the last ones are read.
     """
-    CONFIG: tl.constexpr = _config(MODE, PERMUTE, GATE, ROTATED, ROWS, BLOCKS, TOP)
+    CONFIG: tl.constexpr = _constants(MODE, PERMUTE, GATE, ROTATED, ROWS, BLOCKS, TOP)
     sizes = _Sizes(M, K, width)
     gdc_wait()
     gdc_launch_dependents()

@@ -29,9 +29,9 @@ def _lookup_ptx(first: str, last: str, word: str, low: str, high: str) -> str:
 
 
 # Triton passes a word as four bytes or as two 16-bit halves, and the tables once for each of them.
-DECODE_FP8_PTX = tl.constexpr("{" + _lookup_ptx("$0", "$1", "$2", "$3", "$7") + "}")
+_FP8_PTX = tl.constexpr("{" + _lookup_ptx("$0", "$1", "$2", "$3", "$7") + "}")
 # Bytes 0 and 2, then 1 and 3, are widened to FP16. NOTE: by multiplications, as the kernel is bound by the logic unit.
-DECODE_FP16_PTX = tl.constexpr(
+_FP16_PTX = tl.constexpr(
     "{ .reg .b32 first, last, even0, even1;"
     + _lookup_ptx("first", "last", "$4", "$5", "$7")
     + """
@@ -63,7 +63,7 @@ def decode_fp8(word: tl.tensor, low: tl.tensor, high: tl.tensor) -> tuple[tl.ten
         return _fp8_bytes(_join_word(word, 4), low, high, 0), _fp8_bytes(_join_word(word, 4), low, high, 4)
     else:
         return tl.inline_asm_elementwise(
-            DECODE_FP8_PTX,
+            _FP8_PTX,
             "=&r,=&r,r,r,r,r,r,r,r,r,r",
             [word, low, high],
             dtype=(tl.uint8, tl.uint8),
@@ -86,7 +86,7 @@ def decode_fp16(word: tl.tensor, low: tl.tensor, high: tl.tensor) -> tuple[tl.te
         return even0, odd0, _fp16_values(whole, low, high, 4), _fp16_values(whole, low, high, 5)
     else:
         return tl.inline_asm_elementwise(
-            DECODE_FP16_PTX, "=&r,=&r,=&r,=&r,r,r,r,r,r", [word, low, high],
+            _FP16_PTX, "=&r,=&r,=&r,=&r,r,r,r,r,r", [word, low, high],
             dtype=(tl.float16, tl.float16, tl.float16, tl.float16), is_pure=True, pack=2,
         )  # fmt: skip
 

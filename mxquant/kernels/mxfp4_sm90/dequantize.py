@@ -2,8 +2,6 @@
 
 `dequantize_to_e4m3` is for `torch._scaled_mm` with activations rescaled to E5M2; `dequantize_to_bf16` for activations
 that are not quantized.
-
-Shape suffixes: N weight rows, K columns.
 """
 
 from __future__ import annotations

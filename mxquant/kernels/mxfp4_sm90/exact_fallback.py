@@ -251,11 +251,7 @@ def grouped_fixup(
 ) -> None:
     """Write what a grouped product has not: zeros beyond the last group, and the exact products of rows out of range.
 
-    Args:
-        y_SN: the product so far.
-        x_TK: its input before quantization.
-        offsets_E: int32, where each group ends.
-        rows_S: int64, the input row of each sorted row; None: the input is sorted.
+    Args: those of `fixup`, and `offsets_E` and `rows_S` of `grouped_gemm`.
         x_scale_S1: the row scale of the input of each sorted row.
     """
     (s, n), k, experts = y_SN.shape, x_TK.shape[1], offsets_E.shape[0]

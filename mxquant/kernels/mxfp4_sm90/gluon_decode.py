@@ -11,7 +11,7 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from mxquant.kernels.mxfp4_sm90.decode import DECODE_FP8_PTX, DECODE_FP16_PTX, magnitude_tables
+from mxquant.kernels.mxfp4_sm90.decode import decode_fp8, decode_fp16, magnitude_tables
 from mxquant.kernels.mxfp4_sm90.load import scale_offset
 
 
@@ -85,10 +85,7 @@ def load_fp8_operand(
     """Load and decode a chunk, uint8 [32, 128], to E5M2 [64, 128] as wgmma takes it from registers."""
     vectors = _load_vectors(words, BLOCKS)
     low, high = _broadcast_tables(vectors, packed_exponents)
-    half0, half1 = gl.inline_asm_elementwise(
-        DECODE_FP8_PTX, "=&r,=&r,r,r,r,r,r,r,r,r,r", [vectors, low, high],
-        dtype=(gl.uint8, gl.uint8), is_pure=True, pack=4,
-    )  # fmt: skip
+    half0, half1 = decode_fp8(vectors, low, high)
     w = gl.join(half0, half1).to(gl.float8e5, bitcast=True)
     w = gl.permute(gl.reshape(w, (2, 4, 8, 4, 4, 4, 2)), (1, 0, 2, 4, 6, 3, 5))  # half warp g t j b h
     return gl.convert_layout(gl.reshape(w, (64, 128)), gl.DotOperandLayout(0, MMA, 4), assert_trivial=True)
@@ -101,10 +98,7 @@ def load_fp16_operand(
     """Load and decode a chunk, uint16 [32, 64], to FP16 [64, 128] as wgmma takes it from registers."""
     vectors = _load_vectors(words, BLOCKS)
     low, high = _broadcast_tables(vectors, packed_exponents)
-    even0, odd0, even1, odd1 = gl.inline_asm_elementwise(
-        DECODE_FP16_PTX, "=&r,=&r,=&r,=&r,r,r,r,r,r", [vectors, low, high],
-        dtype=(gl.float16, gl.float16, gl.float16, gl.float16), is_pure=True, pack=2,
-    )  # fmt: skip
+    even0, odd0, even1, odd1 = decode_fp16(vectors, low, high)
     w = gl.join(gl.join(even0, odd0), gl.join(even1, odd1))
     w = gl.permute(gl.reshape(w, (2, 4, 8, 4, 4, 2, 2, 2)), (1, 0, 2, 4, 7, 6, 3, 5))  # half warp g t q e h o
     return gl.convert_layout(gl.reshape(w, (64, 128)), gl.DotOperandLayout(0, MMA, 2), assert_trivial=True)

@@ -16,7 +16,7 @@ from mxquant.kernels.mxfp4_sm90.tile_scheduler import TILES, Schedule, WorkTile
 _store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 
 
-class Tensors(NamedTuple):
+class GlobalTensors(NamedTuple):
     """What consumers read and write in global memory."""
 
     w_scale: gl.tensor
@@ -48,7 +48,7 @@ def epilogue(
     i: gl.tensor,
     work: WorkTile,
     y_smem: gl.shared_memory_descriptor,
-    tensors: Tensors,
+    tensors: GlobalTensors,
     schedule: Schedule,
     CONFIG: gl.constexpr,
 ) -> None:

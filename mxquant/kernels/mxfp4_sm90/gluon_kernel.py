@@ -9,8 +9,6 @@ Rows may be sorted into groups, each with its own matrix of a stack. Then a tabl
 tiles of the groups are (`persistent_grouped_gemm`).
 
 Triton's interpreter does not run Gluon. Without a GPU, tests check that the kernel compiles.
-
-Shape suffixes: M input rows, N weight rows, K columns.
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from mxquant.kernels.mxfp4_sm90.gluon_decode import load_fp8_operand, load_fp16_operand, load_tail_exponents
-from mxquant.kernels.mxfp4_sm90.gluon_epilogue import Tensors, epilogue
+from mxquant.kernels.mxfp4_sm90.gluon_epilogue import GlobalTensors, epilogue
 from mxquant.kernels.mxfp4_sm90.tile_scheduler import (
     TILES,
     Config,
@@ -57,7 +55,7 @@ class Context(NamedTuple):
     """What a consumer works with."""
 
     buffers: Buffers
-    tensors: Tensors
+    tensors: GlobalTensors
     schedule: Schedule
 
 
@@ -127,13 +125,10 @@ def _consumer(context: Context, CONSUMER: gl.constexpr, CONFIG: gl.constexpr) ->
         for i in range(gl.program_id(0), num_work_tiles, gl.num_programs(0)):
             done = count + work.end_step - work.first_step
             # The last row tile of a group is often less than half full, where tiles are large.
-            if GROUPED and BM == 128:
-                if work.end_row - work.first_row <= BM // 2:
-                    work, exponents = _consume(
-                        i, num_work_tiles, work, exponents, count, context, CONSUMER, BM // 2, CONFIG
-                    )
-                else:
-                    work, exponents = _consume(i, num_work_tiles, work, exponents, count, context, CONSUMER, BM, CONFIG)
+            if GROUPED and BM == 128 and work.end_row - work.first_row <= BM // 2:
+                work, exponents = _consume(
+                    i, num_work_tiles, work, exponents, count, context, CONSUMER, BM // 2, CONFIG
+                )
             else:
                 work, exponents = _consume(i, num_work_tiles, work, exponents, count, context, CONSUMER, BM, CONFIG)
             count = done
@@ -335,7 +330,7 @@ def mxquant_mxfp4_persistent_gemm(
     fence_async_shared()
     buffers = Buffers(w_smem, x_smem, y_smem, full, empty)
     schedule = Schedule(M, N, K, whole_tiles, splits, table)
-    context = Context(buffers, Tensors(w_scale, x_scale, bias, y, partial), schedule)
+    context = Context(buffers, GlobalTensors(w_scale, x_scale, bias, y, partial), schedule)
     # NOTE: registers: the first consumer has what is left over, no fewer than the others.
     if TILES_EACH == 2:
         gl.warp_specialize(

@@ -9,8 +9,6 @@ Shape suffixes: T input rows, S sorted rows, E experts, N weight rows, K columns
 
 from __future__ import annotations
 
-import functools
-
 import torch
 import triton
 import triton.language as tl
@@ -19,11 +17,11 @@ from torch import Tensor
 from mxquant.kernels.mxfp4_sm90.exact_fallback import any_out_of_range, exact_tile
 from mxquant.kernels.mxfp4_sm90.load import PackedWeight, load_max_exponent, row_scale_of
 from mxquant.kernels.mxfp4_sm90.mainloop import TOP_EXPONENT, Split, mainloop, split_range
-from mxquant.kernels.mxfp4_sm90.prologue import Prologue
-from mxquant.kernels.mxfp4_sm90.split_k_gemm import GemmSpec, choose_config, plan_gemm, store_output
+from mxquant.kernels.mxfp4_sm90.split_k_gemm import plan_gemm, store_output
 from mxquant.kernels.primitives.pdl import gdc_launch_dependents, gdc_wait
-from mxquant.kernels.runtime.launch import cached_launch, cdiv, next_power_of_2
-from mxquant.kernels.runtime.plan import Kind, Plan, kind
+from mxquant.kernels.runtime.launch import cached_launch
+from mxquant.kernels.runtime.plan import kind
+from mxquant.reference.rescale import Prologue
 
 
 def grouped_gemm(
@@ -37,49 +35,22 @@ def grouped_gemm(
     prologue: Prologue,
     dtype: torch.dtype,
 ) -> Tensor:
-    """The products [S, N] in `dtype`; zero beyond the last group.
+    """The products [S, N] in `dtype`; zero beyond the last group. Arguments as of `split_k_gemm`, for a stack of E
+    matrices, but:
 
     Args:
-        x_TK: bf16 (or fp16 where it is quantized), last axis contiguous; bf16 [T, 2K] with a gate.
-        w_packed, w_scale: of `pack_weight`, of a stack of E matrices.
-        bias_EN: any float dtype, or None.
+        x_TK: bf16 [T, 2K] with a gate.
         offsets_E: int32, where each group ends.
         rows_S: int64, the input row of each sorted row, one or more; None: the input is sorted.
-        prologue: what happens to `x_TK` first.
     """
     (t, width), (x_stride, _) = x_TK.shape, x_TK.stride()
     k = width if prologue.gate is None else width // 2
     s = t if rows_S is None else rows_S.shape[0]
-    sizes, kinds = (t, n, k, x_stride, s, offsets_E.shape[0]), (x_TK.dtype, *map(kind, (offsets_E, rows_S, bias_EN)))
+    sizes = (t, n, k, x_stride, s, offsets_E.shape[0])
+    kinds = (x_TK.dtype, kind(offsets_E), kind(rows_S), kind(bias_EN))
     tensors = (x_TK, w_packed, w_scale, offsets_E, rows_S, bias_EN)
-    plan = _plan(sizes, kinds, prologue, dtype, x_TK.device)
+    plan = plan_gemm(mxquant_mxfp4_grouped_gemm, sizes, kinds, prologue, dtype, x_TK.device)
     return plan(*(tensor for tensor in tensors if tensor is not None))
-
-
-@functools.lru_cache(maxsize=4096)
-def _plan(
-    sizes: tuple[int, int, int, int, int, int],
-    kinds: tuple[torch.dtype, Kind | None, Kind | None, Kind | None],  # NOTE: also what kernels are compiled for
-    prologue: Prologue,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> Plan:
-    t, n, k, x_stride, s, experts = sizes
-    _, _, rows, bias = kinds
-    config = choose_config(cdiv(s, min(s, experts)), prologue)
-    config = config._replace(max_registers=128 if config.block_m == 16 else None)
-    # Every group has at most one tile of rows that is not full. The rows beyond the last one are a group as well.
-    row_tiles = s // config.block_m + min(s, experts + 1)
-    return plan_gemm(
-        mxquant_mxfp4_grouped_gemm,
-        GemmSpec(t, n, k, x_stride, bias is not None, prologue, dtype, device),
-        config,
-        s,
-        row_tiles,
-        group_tensors={"offsets": True, "rows": rows is not None},
-        group_sizes=(experts,),
-        group_constants={"GROUPS": next_power_of_2(experts + 1), "GATHER": rows is not None},
-    )
 
 
 @triton.jit

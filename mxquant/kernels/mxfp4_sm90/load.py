@@ -1,7 +1,4 @@
-"""Addresses and loads of the packed weight (`layout`).
-
-Shape suffixes: M input rows, N weight rows, K columns.
-"""
+"""Addresses and loads of the packed weight (`layout`)."""
 
 from __future__ import annotations
 

@@ -4,8 +4,6 @@ The decoded weight is the A operand of wgmma, so the product is computed transpo
 
 FP8 tensor cores add up with 14 bits below the largest partial sum. So partial sums are promoted to fp32 registers every
 128 or 256 columns. Sums of FP16 products are fp32 sums.
-
-Shape suffixes: M input rows, N weight rows, K columns.
 """
 
 from __future__ import annotations

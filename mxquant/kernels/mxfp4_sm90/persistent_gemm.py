@@ -22,25 +22,23 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from mxquant.kernels.mxfp4_sm90.activation import rescale_activation
 from mxquant.kernels.mxfp4_sm90.exact_fallback import fixup
 from mxquant.kernels.mxfp4_sm90.gluon_kernel import mxquant_mxfp4_persistent_gemm
-from mxquant.kernels.mxfp4_sm90.prologue import Prologue
 from mxquant.kernels.mxfp4_sm90.tile_scheduler import TILES, tile_coordinates
 from mxquant.kernels.primitives.pdl import gdc_wait
 from mxquant.kernels.runtime.launch import cached_launch, cdiv, multiprocessors
-
-# NOTE: the kernel takes whole pairs of blocks, as the grouped product uses it; of one matrix, only this was run on a
-# GPU.
-_K_MULTIPLE = 256
+from mxquant.reference.rescale import Prologue
 
 
 def supports_k(k: int) -> bool:
-    """Whether `persistent_gemm` takes K columns."""
-    return k % _K_MULTIPLE == 0
+    """Whether `persistent_gemm` takes K columns.
+
+    NOTE: the kernel takes whole pairs of blocks. Of one matrix, only multiples of 256 were run on a GPU.
+    """
+    return k % 256 == 0
 
 
 def fills_device(m: int, n: int, k: int, device: torch.device) -> bool:
-    """Whether `persistent_gemm` takes K columns, and has a tile of the result for three in four multiprocessors.
-
-    With fewer, it is slower on an H200 than the split-K kernel.
+    """Whether `persistent_gemm` takes K columns, and has a tile of the result for three in four multiprocessors. With
+    fewer, it is slower on an H200 than the split-K kernel.
     """
     return supports_k(k) and 4 * cdiv(m, _block_m(m)) * cdiv(n, 64 * TILES.value) >= 3 * multiprocessors(device)
 

@@ -22,22 +22,21 @@ from mxquant.kernels.mxfp4_sm90.exact_fallback import grouped_fixup
 from mxquant.kernels.mxfp4_sm90.gluon_kernel import mxquant_mxfp4_persistent_gemm
 from mxquant.kernels.mxfp4_sm90.grouped_gemm import find_group
 from mxquant.kernels.mxfp4_sm90.persistent_gemm import kernel_constants, tma_descriptors
-from mxquant.kernels.mxfp4_sm90.prologue import Prologue
 from mxquant.kernels.mxfp4_sm90.tile_scheduler import TILES
 from mxquant.kernels.primitives.pdl import gdc_launch_dependents, gdc_wait
 from mxquant.kernels.runtime.launch import cached_launch, cdiv, multiprocessors, next_power_of_2
+from mxquant.reference.rescale import Prologue
 
 # Average rows a group from which this is faster than `grouped_gemm` on an H200: by a fifth at 16, at 4 not yet.
 _MIN_ROWS_PER_GROUP = 8
-# NOTE: the kernel takes whole pairs of blocks beyond the last 256 columns.
-_K_MULTIPLE = 64
 
 
 def is_faster(sorted_rows: int, experts: int, n: int, k: int, device: torch.device) -> bool:
     """Whether `persistent_grouped_gemm` takes K columns, has work for most of the device, and is the faster kernel."""
     tiles = experts * cdiv(n, 64 * TILES.value)
     enough_rows = sorted_rows >= _MIN_ROWS_PER_GROUP * experts
-    return k % _K_MULTIPLE == 0 and enough_rows and 4 * tiles >= 3 * multiprocessors(device)
+    # NOTE: the kernel takes whole pairs of blocks beyond the last 256 columns.
+    return k % 64 == 0 and enough_rows and 4 * tiles >= 3 * multiprocessors(device)
 
 
 def persistent_grouped_gemm(
@@ -78,11 +77,7 @@ def _group_block_m(mean_rows: int, *, fp16: bool) -> int:
 
 
 def row_tile_table(offsets_E: Tensor, sorted_rows: int, block_m: int) -> Tensor:
-    """The row tiles that groups need, found on the device.
-
-    Args:
-        offsets_E: int32, where each group ends.
-        block_m: rows of a tile.
+    """The row tiles, of `block_m` rows, that groups need, found on the device.
 
     Returns:
         int32 [1 + as many as any groups could need, 4]. The first entry begins with the number of row tiles. Each other

@@ -22,10 +22,10 @@ from mxquant.kernels.mxfp4_sm90.activation import plan_prologue
 from mxquant.kernels.mxfp4_sm90.exact_fallback import any_out_of_range, exact_tile
 from mxquant.kernels.mxfp4_sm90.load import PackedWeight, load_max_exponent, row_scale_of
 from mxquant.kernels.mxfp4_sm90.mainloop import TOP_EXPONENT, Split, mainloop, split_range
-from mxquant.kernels.mxfp4_sm90.prologue import Prologue
 from mxquant.kernels.primitives.pdl import gdc_launch_dependents, gdc_wait
-from mxquant.kernels.runtime.launch import cached_launch, cdiv
+from mxquant.kernels.runtime.launch import cached_launch, cdiv, next_power_of_2
 from mxquant.kernels.runtime.plan import Buffer, Kind, Plan, Step, kind
+from mxquant.reference.rescale import Prologue
 
 
 class SplitKConfig(NamedTuple):
@@ -63,21 +63,6 @@ _FP16_CONFIGS = (
 )
 
 
-class GemmSpec(NamedTuple):
-    """What is to be planned."""
-
-    m: int
-    """Rows of the input."""
-    n: int
-    k: int
-    x_stride: int
-    has_bias: bool
-    prologue: Prologue
-    dtype: torch.dtype
-    """Of the result."""
-    device: torch.device
-
-
 def split_k_gemm(
     x_MK: Tensor,
     w_packed: Tensor,
@@ -96,70 +81,64 @@ def split_k_gemm(
         prologue: what happens to `x_MK` first; it has no gate.
     """
     (m, k), (x_stride, _) = x_MK.shape, x_MK.stride()
-    plan = _plan(m, n, k, x_stride, x_MK.dtype, kind(bias_N), prologue, dtype, x_MK.device)
+    sizes, kinds = (m, n, k, x_stride, m, 0), (x_MK.dtype, None, None, kind(bias_N))
+    plan = plan_gemm(mxquant_mxfp4_split_k_gemm, sizes, kinds, prologue, dtype, x_MK.device)
     return plan(x_MK, w_packed, w_scale) if bias_N is None else plan(x_MK, w_packed, w_scale, bias_N)
 
 
 @functools.lru_cache(maxsize=4096)
-def _plan(
-    m: int,
-    n: int,
-    k: int,
-    x_stride: int,
-    x_dtype: torch.dtype,  # NOTE: as `bias`, also what kernels are compiled for
-    bias: Kind | None,
+def plan_gemm(
+    kernel: Any,
+    sizes: tuple[int, int, int, int, int, int],
+    kinds: tuple[torch.dtype, Kind | None, Kind | None, Kind | None],
     prologue: Prologue,
     dtype: torch.dtype,
     device: torch.device,
 ) -> Plan:
-    spec = GemmSpec(m, n, k, x_stride, bias is not None, prologue, dtype, device)
-    config = choose_config(m, prologue)
-    return plan_gemm(mxquant_mxfp4_split_k_gemm, spec, config, m, cdiv(m, config.block_m), {}, (), {})
+    """The plan of a split-K kernel: the prologue, the kernel, and the reduction where K is split.
+
+    Args:
+        sizes: rows of the input, N, K, how far rows of the input lie apart, rows of the result, and groups; 0 groups
+            for a product of one matrix.
+        kinds: dtype of the input; kinds of offsets, gather indices and bias, None for those that are not given. NOTE:
+            kernels are compiled for all of these.
+        dtype: of the result.
+    """
+    m, n, k, x_stride, rows, groups = sizes
+    _, offsets, gather, bias = kinds
+    config = choose_config(cdiv(rows, min(rows, groups)) if groups else m, prologue)
+    row_tiles = cdiv(m, config.block_m)
+    group_tensors: tuple[str, ...] = ()
+    group_constants: dict[str, Any] = {}
+    if groups:
+        config = config._replace(max_registers=128 if config.block_m == 16 else None)
+        # Every group has at most one tile of rows that is not full. The rows beyond the last one are a group as well.
+        row_tiles = rows // config.block_m + min(rows, groups + 1)
+        group_tensors = "offsets", "rows" if gather else "offsets"
+        group_constants = {"GROUPS": next_power_of_2(groups + 1), "GATHER": gather is not None}
+    tiles_n, splits = choose_split_k(n, k, row_tiles, config)
+    buffers, prologue_step = plan_prologue(m, k, x_stride, prologue)
+    x, stride = ("x_pre_quant", k) if "x_pre_quant" in buffers else ("x", x_stride)
+    partials, reduction = split_k_reduction(splits, rows, n)
+    gemm = Step(
+        kernel,
+        (n // (64 * tiles_n), splits, row_tiles),
+        ("w_packed", "w_scale", "values", "row_scale", x, *group_tensors, "bias" if bias else "y",
+         "partial" if reduction else "y", rows, n, k, stride, *([groups] if groups else [])),
+        {**group_constants, "BM": config.block_m, "TILES": tiles_n, "K_TAIL": k // 32 % 8, "BK": config.block_k,
+         "PROMOTE": config.promote_k, "HAS_BIAS": bias is not None, "MODE": prologue.scale_mode, "num_warps": 4,
+         "num_stages": 3, "maxnreg": config.max_registers, "launch_pdl": True},
+    )  # fmt: skip
+    optional = {"offsets": offsets, "rows": gather, "bias": bias}
+    tensors = "x", "w_packed", "w_scale", *(name for name, given in optional.items() if given)
+    result = "y", Buffer((rows, n), dtype)
+    return Plan(tensors, result, buffers | partials, [prologue_step, gemm, *reduction], device)
 
 
 def choose_config(rows: int, prologue: Prologue) -> SplitKConfig:
     """The config for so many rows of one matrix."""
     configs = _FP16_CONFIGS if prologue.scale_mode is None else _FP8_CONFIGS
     return next((config for config in configs if rows <= config.block_m), configs[-1])
-
-
-def plan_gemm(
-    kernel: Any,
-    spec: GemmSpec,
-    config: SplitKConfig,
-    rows: int,
-    row_tiles: int,
-    group_tensors: dict[str, bool],
-    group_sizes: tuple[int, ...],
-    group_constants: dict[str, Any],
-) -> Plan:
-    """The plan of a split-K kernel: the prologue, the kernel, and the reduction where K is split.
-
-    Args:
-        rows: of the result.
-        row_tiles: tiles of rows to launch programs for.
-        group_tensors: names of the tensors that a grouped kernel takes before the bias, and whether they are given; in
-            place of one that is not, the kernel gets the offsets.
-        group_sizes, group_constants: what else a grouped kernel takes.
-    """
-    tiles_n, splits = choose_split_k(spec.n, spec.k, row_tiles, config)
-    buffers, prologue_step = plan_prologue(spec.m, spec.k, spec.x_stride, spec.prologue)
-    x, stride = ("x_pre_quant", spec.k) if "x_pre_quant" in buffers else ("x", spec.x_stride)
-    partials, reduction = split_k_reduction(splits, rows, spec.n)
-    gemm = Step(
-        kernel,
-        (spec.n // (64 * tiles_n), splits, row_tiles),
-        ("w_packed", "w_scale", "values", "row_scale", x,
-         *(name if given else "offsets" for name, given in group_tensors.items()),
-         "bias" if spec.has_bias else "y", "partial" if reduction else "y", rows, spec.n, spec.k, stride, *group_sizes),
-        {**group_constants, "BM": config.block_m, "TILES": tiles_n, "K_TAIL": spec.k // 32 % 8,
-         "BK": config.block_k, "PROMOTE": config.promote_k, "HAS_BIAS": spec.has_bias, "MODE": spec.prologue.scale_mode,
-         "num_warps": 4, "num_stages": 3, "maxnreg": config.max_registers, "launch_pdl": True},
-    )  # fmt: skip
-    optional = {**group_tensors, "bias": spec.has_bias}
-    tensors = "x", "w_packed", "w_scale", *(name for name, given in optional.items() if given)
-    result = "y", Buffer((rows, spec.n), spec.dtype)
-    return Plan(tensors, result, buffers | partials, [prologue_step, gemm, *reduction], spec.device)
 
 
 def choose_split_k(n: int, k: int, row_tiles: int, config: SplitKConfig) -> tuple[int, int]:

@@ -3,8 +3,6 @@ lie.
 
 A work tile is a tile of the result, 64 * TILES weight rows by BM input rows, over all columns or over one split of
 them. A step is BK of its columns; the last may have fewer.
-
-Shape suffixes: M input rows, N weight rows, K columns.
 """
 
 from __future__ import annotations

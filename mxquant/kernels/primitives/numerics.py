@@ -258,20 +258,10 @@ def _corrected_quotient(x: tl.tensor, divisor: tl.tensor, reciprocal: tl.tensor)
 
 
 @triton.jit
-def scale_from_amax(amax: tl.tensor, DIVISOR: tl.constexpr) -> tl.tensor:
-    """fp32 amax / DIVISOR, at least the smallest normal number; 1 for a zero amax."""
-    scale = tl.maximum(tl.div_rn(amax, DIVISOR), 2.0**-126)
-    return tl.where(amax == 0, 1.0, scale)
-
-
-@triton.jit
 def round_to_element(
     values: tl.tensor, EXPONENT_BITS: tl.constexpr, MANTISSA_BITS: tl.constexpr, MAX_CODE: tl.constexpr
 ) -> tl.tensor:
-    """fp32 `values` rounded to nearest even onto the element format's grid, saturating; NaN stays NaN, -0 becomes 0.
-
-    Adds and subtracts 1.5 * 2^k, with k such that the sum's last bit is the grid's step at the value's own exponent.
-    """
+    """As `mxquant.formats.element.round_to_element`; -0 becomes 0."""
     BIAS: tl.constexpr = (1 << (EXPONENT_BITS - 1)) - 1
     MAX_EXPONENT: tl.constexpr = (MAX_CODE >> MANTISSA_BITS) - BIAS
     MAX_MANTISSA: tl.constexpr = MAX_CODE & ((1 << MANTISSA_BITS) - 1)

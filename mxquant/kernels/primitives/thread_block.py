@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from mxquant.kernels.primitives.bf16x2 import halves, nearest_pair, odd_pair, pair, top_pair
+from mxquant.kernels.primitives.bf16x2 import halves, nearest_pair, pair
 
 
 @triton.jit
@@ -22,10 +22,7 @@ def load_block(words_ptr: tl.tensor, block: tl.tensor, WORDS: tl.constexpr) -> t
 
 @triton.jit
 def load_pairs(x: tl.tensor) -> tl.tuple:
-    """The 16 words of blocks of 32 half-precision numbers at the pointers `x` [BLOCKS], of any alignment.
-
-    The compiler vectorizes the loads as far as it knows the alignment.
-    """
+    """The 16 words of blocks of 32 half-precision numbers at the pointers `x` [BLOCKS], of any alignment."""
     words: tl.tuple = ()
     for i in tl.static_range(0, 32, 8):
         words = words + four_pairs(tl.load(x[:, None] + (i + tl.arange(0, 8)[None, :])))
@@ -64,8 +61,9 @@ def fp32_values(words: tl.tuple, DTYPE: tl.constexpr) -> tl.tuple:
             low, high = halves(words[i])
             values = values + (low.to(tl.float32, bitcast=True), high.to(tl.float32, bitcast=True))
         else:
-            low, high = words[i].to(tl.int16), (words[i] >> 16).to(tl.int16)
-            values = values + (_float_of_half(low), _float_of_half(high))
+            low = words[i].to(tl.int16).to(tl.float16, bitcast=True)
+            high = (words[i] >> 16).to(tl.int16).to(tl.float16, bitcast=True)
+            values = values + (low.to(tl.float32), high.to(tl.float32))
     return values
 
 
@@ -79,26 +77,12 @@ def nearest_pairs(values: tl.tuple) -> tl.tuple:
 
 
 @triton.jit
-def odd_pairs(low: tl.tuple, high: tl.tuple) -> tl.tuple:
-    """Pairs of fp32 values as bf16, rounded to odd."""
+def join_pairs(JOIN: tl.constexpr, low: tl.tuple, high: tl.tuple) -> tl.tuple:
+    """Pairs of fp32 values as bf16, by `odd_pair` (rounded to odd) or `top_pair` (truncated, for their signs)."""
     words: tl.tuple = ()
     for i in tl.static_range(len(low)):
-        words = words + (odd_pair(low[i].to(tl.int32, bitcast=True), high[i].to(tl.int32, bitcast=True)),)
+        words = words + (JOIN(low[i].to(tl.int32, bitcast=True), high[i].to(tl.int32, bitcast=True)),)
     return words
-
-
-@triton.jit
-def top_pairs(low: tl.tuple, high: tl.tuple) -> tl.tuple:
-    """Pairs of fp32 values truncated to bf16, for their signs."""
-    words: tl.tuple = ()
-    for i in tl.static_range(len(low)):
-        words = words + (top_pair(low[i].to(tl.int32, bitcast=True), high[i].to(tl.int32, bitcast=True)),)
-    return words
-
-
-@triton.jit
-def _float_of_half(bits: tl.tensor) -> tl.tensor:
-    return bits.to(tl.float16, bitcast=True).to(tl.float32)
 
 
 @triton.jit

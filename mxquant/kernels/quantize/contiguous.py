@@ -2,8 +2,7 @@
 
 A thread loads its block as 32-bit words and keeps it in registers: amax, rotation and packing need no other thread.
 
-- MXFP4 uses bf16x2 arithmetic. A product with a power of two is exact, and one fused multiply-add with a constant
-  rounds once, as fp32 would. fp16, fp32 and rotated values are rounded to odd first.
+- MXFP4 uses bf16x2 arithmetic (`primitives.e2m1x2`). fp16, fp32 and rotated values are rounded to odd first.
 - Formats of six and eight bits use the GPU's conversion to FP8.
 - NVFP4 divides in fp32. GPUs without these instructions compute everything in fp32.
 
@@ -20,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mxquant.formats.spec import Format
-from mxquant.kernels.primitives.bf16x2 import four_high_bytes, fp8_word, pair, top_pair
+from mxquant.kernels.primitives.bf16x2 import four_high_bytes, fp8_word, odd_pair, pair, top_pair
 from mxquant.kernels.primitives.e2m1x2 import ABOVE, amax_of_pairs, encode_pairs
 from mxquant.kernels.primitives.hadamard import hadamard_block, hadamard_block_and_amax
 from mxquant.kernels.primitives.numerics import (
@@ -42,7 +41,7 @@ from mxquant.kernels.primitives.pack import (
     pack_nibbles_apart,
     pack_sixes,
 )
-from mxquant.kernels.primitives.thread_block import fp32_values, load_block, odd_pairs, store_block, top_pairs
+from mxquant.kernels.primitives.thread_block import fp32_values, join_pairs, load_block, store_block
 from mxquant.kernels.runtime.launch import cached_launch, cdiv
 
 # Blocks of a program, one in each thread: fewer where large programs would leave multiprocessors idle; more in the
@@ -52,7 +51,7 @@ _PROGRAMS_WANTED = 1024
 
 
 @functools.cache
-def _capability(device: torch.device) -> tuple[int, int]:
+def _instruction_set(device: torch.device) -> tuple[int, int]:
     """The compute capability whose instructions a kernel may use: none on ROCm, all in the interpreter."""
     if device.type != "cuda":
         return (9, 0)
@@ -75,17 +74,11 @@ def quantize_contiguous(
     canonical_zero: bool,
     rotated: bool,
 ) -> None:
-    """Quantize `x`, for which `has_contiguous_blocks` holds, into the contiguous `qdata` and `scale`.
-
-    Args:
-        per_tensor_scale: NVFP4's, of one element.
-        rotated: rotate each block first, in fp32.
-    """
+    """Quantize `x`, for which `has_contiguous_blocks` holds, into `qdata` and `scale`; one per-tensor scale at most."""
     assert fmt.block_size is not None
-    bits, blocks, capability = fmt.element.bits, scale.numel(), _capability(x.device)
+    bits, blocks, capability = fmt.element.bits, scale.numel(), _instruction_set(x.device)
     size = _LARGE if blocks >= _LARGE * _PROGRAMS_WANTED else _SMALL
-    if not x.is_cuda:
-        size = _INTERPRETED
+    size = size if x.is_cuda else _INTERPRETED
     with torch.cuda.device_of(x):
         mxquant_quantize_contiguous[(cdiv(blocks, size),)](
             x.view(torch.int32),
@@ -183,7 +176,7 @@ def _quantize_in_pairs(
     if APART:
         values = fp32_values(words, DTYPE)
         low, high = four_apart(hadamard_block(values) if ROTATED else values)
-        words, signs = odd_pairs(low, high), top_pairs(low, high)
+        words, signs = join_pairs(odd_pair, low, high), join_pairs(top_pair, low, high)
     byte = e8m0_from_amax(amax_of_pairs(words), 2, 1, 7, MODE)
     codes = encode_pairs(words, e8m0_reciprocal(byte), SATURATE)
     return byte, pack_nibbles_apart(codes, signs, ABOVE) if APART else pack_nibbles(codes, signs)
@@ -214,7 +207,7 @@ def _pack_values(codes: tl.tuple, values: tl.tuple, BITS: tl.constexpr, CANONICA
         for i in tl.static_range(len(low)):
             pairs = pairs + (pair(low[i], high[i]),)
         low, high = four_apart(signs)
-        packed = pack_nibbles_apart(pairs, top_pairs(low, high), 0)
+        packed = pack_nibbles_apart(pairs, join_pairs(top_pair, low, high), 0)
     else:
         if BITS == 6:
             codes, signs = in_order_of_sixes(codes), in_order_of_sixes(signs)

@@ -24,7 +24,7 @@ from mxquant.kernels.runtime.launch import cached_launch, cdiv, next_power_of_2
 
 _WARPS = 4
 # Codes that a thread decodes from one load: 16 bytes to store in bf16.
-_UNIT = 8
+_UNIT = tl.constexpr(8)
 # Steps along a row that one program takes, at most.
 _STEPS = 4
 
@@ -39,12 +39,10 @@ def reject(fmt: Format) -> str | None:
 def dequantize(
     qdata: Tensor, scale: Tensor, fmt: Format, length: int, *, block_offset: int = 0, dtype: torch.dtype
 ) -> Tensor:
-    """The values [N, length] of packed codes: element x block scale in fp32, rounded once; no per-tensor scale.
+    """Arguments and results are those of the twin.
 
     Args:
         qdata, scale: uint8 [N, bytes] and [N, blocks], any strides: rows or columns of a larger weight.
-        length: elements a row.
-        block_offset: codes to skip at the start of each row's first block.
         dtype: bf16, fp16 or fp32.
     """
     assert fmt.block_size is not None
@@ -52,9 +50,9 @@ def dequantize(
     values = torch.empty(rows, length, dtype=dtype, device=qdata.device)
     if not values.numel():
         return values
-    source = _as_words(qdata, fmt.element.bits)
+    source = _view_words(qdata, fmt.element.bits)
     threads = 32 * _WARPS
-    units = cdiv(block_offset + length, _UNIT)
+    units = cdiv(block_offset + length, _UNIT.value)
     columns = min(threads, next_power_of_2(units))
     steps = min(_STEPS, cdiv(units, columns))
     tiles_per_row = cdiv(units, columns * steps)
@@ -73,7 +71,6 @@ def dequantize(
             **element_constants(fmt.element),
             BLOCK=fmt.block_size,
             SCALE=fmt.scale_format,
-            UNIT=_UNIT,
             DTYPE=DTYPES[dtype],
             ROWS=threads // columns,
             COLUMNS=columns,
@@ -83,10 +80,9 @@ def dequantize(
     return values
 
 
-def _as_words(qdata: Tensor, bits: int) -> Tensor:
-    """The packed bytes as words to load: a unit of 4-bit codes is one of 32 bits, of 6-bit codes three of 16 bits.
-
-    Rows that do not consist of such words stay bytes.
+def _view_words(qdata: Tensor, bits: int) -> Tensor:
+    """The packed bytes as words to load: a unit of 4-bit codes is one of 32 bits, of 6-bit codes three of 16 bits. Rows
+    that do not consist of such words stay bytes.
     """
     width = {4: 4, 6: 2, 8: 1}[bits]
     if qdata.stride(1) != 1 or qdata.shape[1] % width or qdata.stride(0) % width or qdata.storage_offset() % width:
@@ -114,7 +110,6 @@ def mxquant_dequantize(
     MAX_CODE: tl.constexpr,
     BLOCK: tl.constexpr,
     SCALE: tl.constexpr,
-    UNIT: tl.constexpr,
     DTYPE: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -125,10 +120,10 @@ def mxquant_dequantize(
     row = (tile // tiles_per_row).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     first = (tile % tiles_per_row) * (COLUMNS * STEPS)
     keep_row = row < rows
-    index = tl.arange(0, UNIT)[None, None, :]
+    index = tl.arange(0, _UNIT)[None, None, :]
     for step in tl.static_range(STEPS):
         unit = first + step * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-        inside = keep_row & (unit * UNIT < block_offset + length)
+        inside = keep_row & (unit * _UNIT < block_offset + length)
         codes = _load_codes(
             source_ptr + row * row_stride,
             unit,
@@ -137,13 +132,12 @@ def mxquant_dequantize(
             inside,
             source_columns,
             1 + EXPONENT_BITS + MANTISSA_BITS,
-            UNIT,
         )
-        block = scale_ptr + row * scale_row_stride + (unit * UNIT // BLOCK) * scale_column_stride
+        block = scale_ptr + row * scale_row_stride + (unit * _UNIT // BLOCK) * scale_column_stride
         byte = tl.load(block, mask=inside, other=0).to(tl.int32)
         block_scale = e4m3_to_float(byte) if SCALE == "e4m3" else e8m0_to_float(byte)
         value = decode(codes, EXPONENT_BITS, MANTISSA_BITS, MAX_CODE) * block_scale[:, :, None]
-        column = unit[:, :, None] * UNIT + index - block_offset
+        column = unit[:, :, None] * _UNIT + index - block_offset
         keep = keep_row[:, :, None] & (column >= 0) & (column < length)
         tl.store(values_ptr + row[:, :, None] * length + column, from_fp32(value, DTYPE), mask=keep)
 
@@ -157,12 +151,10 @@ def _load_codes(
     inside: tl.tensor,
     source_columns: tl.tensor,
     BITS: tl.constexpr,
-    UNIT: tl.constexpr,
 ) -> tl.tensor:
-    """The codes of units, int32 [rows, units, UNIT], with other bits above them; `row_ptr` points to words or bytes."""
-    tl.static_assert(UNIT == 8)
+    """The codes of units, int32 [rows, units, 8], with other bits above them; `row_ptr` points to words or bytes."""
     if BITS == 8:
-        byte = unit[:, :, None] * UNIT + index
+        byte = unit[:, :, None] * _UNIT + index
         keep = inside[:, :, None] & (byte < source_columns)
         codes = tl.load(row_ptr[:, :, None] + byte * column_stride, mask=keep, other=0).to(tl.int32)
     elif BITS == 4:

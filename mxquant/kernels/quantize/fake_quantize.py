@@ -23,7 +23,6 @@ from mxquant.kernels.primitives.numerics import (
     fp32_bits,
     from_fp32,
     round_to_element,
-    scale_from_amax,
 )
 from mxquant.kernels.runtime.launch import cached_launch, cdiv, next_power_of_2
 
@@ -52,37 +51,42 @@ def fake_quantize(
     rows, length = x.shape
     values = torch.empty(rows, length, dtype=dtype, device=x.device)
     if fmt.scale_format == "e8m0":
-        if values.numel():
-            _launch(x, values, None, fmt, scale_mode, dynamic=False)
+        _launch_tiles(x, values, None, fmt, scale_mode, dynamic=False)
         return values, None
     if static_scale is not None:
         outer = static_scale.to(torch.float32).expand(rows, 1)
-        if values.numel():
-            _launch(x, values, outer, fmt, None, dynamic=False)
+        _launch_tiles(x, values, outer, fmt, None, dynamic=False)
         return values, outer
     outer = torch.empty(rows, 1, dtype=torch.float32, device=x.device)
-    if not values.numel():
-        return values, outer
     in_one_launch = length <= _LONGEST_ROW
-    if not in_one_launch:
+    if rows and not in_one_launch:
         with torch.cuda.device_of(x):
             mxquant_row_scale[(rows,)](
-                x, outer, length, *x.stride(), DIVISOR=_divisor(fmt), NVFP4=fmt.per_tensor, COLUMNS=4096, num_warps=8
+                x,
+                outer,
+                length,
+                *x.stride(),
+                DIVISOR=_divisor_of(fmt),
+                NVFP4=fmt.per_tensor,
+                COLUMNS=4096,
+                num_warps=8,
             )
-    _launch(x, values, outer, fmt, None, dynamic=in_one_launch)
+    _launch_tiles(x, values, outer, fmt, None, dynamic=in_one_launch)
     return values, outer
 
 
-def _divisor(fmt: Format) -> float:
+def _divisor_of(fmt: Format) -> float:
     """The row's amax over its scale."""
     return _NVFP4_LARGEST if fmt.per_tensor else fmt.element.max_value
 
 
-def _launch(
+def _launch_tiles(
     x: Tensor, values: Tensor, outer: Tensor | None, fmt: Format, scale_mode: str | None, *, dynamic: bool
 ) -> None:
     """Write `values`; if `dynamic`, tiles are as wide as a row and write `outer`, too."""
     rows, length = x.shape
+    if not values.numel():
+        return
     columns = max(next_power_of_2(length), fmt.block_size or 1)
     if not dynamic:
         columns = min(columns, _TILE)
@@ -102,7 +106,7 @@ def _launch(
             SCALE=fmt.scale_format,
             MODE=scale_mode,
             DYNAMIC=dynamic,
-            DIVISOR=_divisor(fmt),
+            DIVISOR=_divisor_of(fmt),
             BLOCK=fmt.block_size or columns,
             DTYPE=DTYPES[values.dtype],
             ROWS=tile_rows,
@@ -181,8 +185,10 @@ def _magnitude(bits: tl.tensor, FINITE_ONLY: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def _row_scale(amax_bits: tl.tensor, DIVISOR: tl.constexpr) -> tl.tensor:
-    """A row's fp32 scale: NaN for one that holds NaN or Inf."""
-    scale = scale_from_amax(amax_bits.to(tl.float32, bitcast=True), DIVISOR)
+    """A row's fp32 scale, at least the smallest normal number: 1 for a zero row, NaN for one that holds NaN or Inf."""
+    amax = amax_bits.to(tl.float32, bitcast=True)
+    scale = tl.maximum(tl.div_rn(amax, DIVISOR), 2.0**-126)
+    scale = tl.where(amax == 0, 1.0, scale)
     return tl.where(amax_bits < 0x7F800000, scale, float("nan"))
 
 

@@ -3,14 +3,12 @@
 Contiguous whole blocks go to `contiguous`. The kernel here takes the rest: any strides, partial blocks, one per-tensor
 scale a row.
 
-Twin: `quantize_blocks` of `mxquant.formats.block`, after `mxquant.reference.hadamard` where blocks are rotated, equal
-byte by byte.
+Twin: `quantize_blocks` of `mxquant.formats.block`, after `mxquant.reference.hadamard`, equal byte by byte.
 """
 
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
 
 import torch
 import triton
@@ -40,20 +38,13 @@ FORMATS = ("mxfp4", "mxfp6_e2m3", "mxfp6_e3m2", "mxfp8_e4m3", "mxfp8_e5m2", "nvf
 SCALE_MODES = ("floor", "even", "ceil", "rceil", "even_fp4")
 
 
-class Tile(NamedTuple):
-    """The rows and columns of one program, and its warps."""
-
-    rows: int
-    columns: int
-    warps: int
-
-
 # Elements of a tile of four warps: large for few instructions an element, small where large ones would leave
 # multiprocessors idle.
 _LARGE, _SMALL = 4096, 1024
 _TILES_WANTED = 1024
-# Where rows are contiguous across, a tile is square enough to load and store whole sectors.
-_ACROSS_ROWS = Tile(64, 128, 8)
+# Rows and columns of a tile of eight warps where rows are contiguous across: square enough to load and store whole
+# sectors.
+_ROWS_ACROSS, _COLUMNS_ACROSS = 64, 128
 
 
 def reject(fmt: Format, scale_mode: str, dtype: torch.dtype) -> str | None:
@@ -74,13 +65,10 @@ def quantize_blocks(
     canonical_zero: bool = False,
     rotation: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Quantize `x` [..., K] along its last axis; arguments and results are those of the twin.
+    """As `mxquant.ops.quantize_blocks`.
 
-    `x` may have any strides: to quantize along another axis, move it last and make no copy.
-
-    Args:
-        rotation: the block size: rotate each block first, in fp32; K is a multiple of it. In the same launch, unless a
-            per-tensor scale is not given or there is one a row: then the rotated values are needed beforehand.
+    `x` may have any strides: to quantize along another axis, move it last and make no copy. Blocks are rotated in the
+    same launch, unless a per-tensor scale is not given or there is one a row: these need the rotated values beforehand.
     """
     assert fmt.block_size is not None
     assert rotation in (None, fmt.block_size)
@@ -106,11 +94,11 @@ def quantize_blocks(
         quantize_contiguous(x, qdata, scale, fmt, mode, per_tensor_scale, canonical_zero, rotation is not None)
     else:
         rows = x.reshape(math.prod(lead), length)
-        _launch(rows, qdata, scale, fmt, mode, per_tensor_scale, canonical_zero)
+        _launch_strided(rows, qdata, scale, fmt, mode, per_tensor_scale, canonical_zero)
     return qdata, scale
 
 
-def _launch(
+def _launch_strided(
     x: Tensor,
     qdata: Tensor,
     scale: Tensor,
@@ -126,10 +114,10 @@ def _launch(
     pitch = fmt.packed_size(length)
     if fmt.element.bits == 6 and pitch % 2 == 0:
         qdata, pitch = qdata.view(torch.int16), pitch // 2
-    tile = _tile(rows, length, strides, fmt.block_size)
-    tiles_per_row = cdiv(length, tile.columns)
+    tile_rows, columns, warps = _tile_of(rows, length, strides, fmt.block_size)
+    tiles_per_row = cdiv(length, columns)
     with torch.cuda.device_of(x):
-        mxquant_quantize_strided[(cdiv(rows, tile.rows) * tiles_per_row,)](
+        mxquant_quantize_strided[(cdiv(rows, tile_rows) * tiles_per_row,)](
             x,
             qdata,
             scale,
@@ -146,25 +134,25 @@ def _launch(
             SATURATE=saturates(fmt, mode),
             CANONICAL_ZERO=canonical_zero,
             BLOCK=fmt.block_size,
-            ROWS=tile.rows,
-            COLUMNS=tile.columns,
-            WHOLE=rows % tile.rows == 0 and length % tile.columns == 0,
-            num_warps=tile.warps,
+            ROWS=tile_rows,
+            COLUMNS=columns,
+            WHOLE=rows % tile_rows == 0 and length % columns == 0,
+            num_warps=warps,
         )
 
 
-def _tile(rows: int, length: int, strides: tuple[int, ...], block: int) -> Tile:
+def _tile_of(rows: int, length: int, strides: tuple[int, ...], block: int) -> tuple[int, int, int]:
+    """The rows and columns of one program, and its warps."""
     blocks = next_power_of_2(cdiv(length, block)) * block
     if strides[0] == 1 and rows > 1:
-        columns = min(blocks, _ACROSS_ROWS.columns)
-        return Tile(_ACROSS_ROWS.rows, columns, _ACROSS_ROWS.warps)
+        return _ROWS_ACROSS, min(blocks, _COLUMNS_ACROSS), 8
     elements = _LARGE if rows * length >= _LARGE * _TILES_WANTED else _SMALL
     columns = min(blocks, elements)
-    return Tile(min(next_power_of_2(rows), elements // columns), columns, 4)
+    return min(next_power_of_2(rows), elements // columns), columns, 4
 
 
 @triton.jit
-def _quantize(
+def _quantize_tile(
     bits: tl.tensor,
     per_tensor_scale: tl.tensor,
     EXPONENT_BITS: tl.constexpr,
@@ -232,7 +220,7 @@ def mxquant_quantize_strided(
     if MODE is None:
         per_tensor_scale = tl.load(per_tensor_ptr + row * per_tensor_stride, mask=row < rows, other=1.0)
     WIDE: tl.constexpr = MODE is None or x.dtype == tl.float32
-    byte, codes = _quantize(bits, per_tensor_scale, EXPONENT_BITS, MANTISSA_BITS, MAX_CODE, MODE, SATURATE, WIDE)
+    byte, codes = _quantize_tile(bits, per_tensor_scale, EXPONENT_BITS, MANTISSA_BITS, MAX_CODE, MODE, SATURATE, WIDE)
 
     block = tl.arange(0, BLOCKS)[None, :]
     first_block = first // BLOCK

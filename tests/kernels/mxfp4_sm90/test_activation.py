@@ -6,9 +6,8 @@ from torch import Tensor
 
 from kernels.mxfp4_sm90.rescaled_rows import MXFP4, activations, decoded
 from mxquant.kernels.mxfp4_sm90.activation import rescale_activation
-from mxquant.kernels.mxfp4_sm90.prologue import Prologue
 from mxquant.reference.hadamard import hadamard
-from mxquant.reference.rescale import rescale_to_fp8, rescale_to_fp16
+from mxquant.reference.rescale import Prologue, rescale_to_fp8, rescale_to_fp16
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 

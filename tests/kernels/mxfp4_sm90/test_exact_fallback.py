@@ -9,7 +9,7 @@ from kernels.mxfp4_sm90.rescaled_rows import decoded
 from mxquant.kernels.mxfp4_sm90 import exact_fallback
 from mxquant.kernels.mxfp4_sm90.activation import rescale_activation
 from mxquant.kernels.mxfp4_sm90.exact_fallback import fixup, grouped_fixup
-from mxquant.kernels.mxfp4_sm90.prologue import Prologue
+from mxquant.reference.rescale import Prologue
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 

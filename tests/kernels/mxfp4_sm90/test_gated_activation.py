@@ -10,13 +10,13 @@ from torch import Tensor
 from kernels.mxfp4_sm90.packed_weights import random_weight
 from mxquant.kernels.moe import gated_activation as gated_activation_kernel
 from mxquant.kernels.moe.gated_activation import gated_activation
-from mxquant.kernels.mxfp4_sm90 import activation_fp8, activation_fp16
+from mxquant.kernels.mxfp4_sm90 import activation, activation_fp8
 from mxquant.kernels.mxfp4_sm90.activation import plan_prologue, rescale_activation
 from mxquant.kernels.mxfp4_sm90.grouped_gemm import grouped_gemm
-from mxquant.kernels.mxfp4_sm90.prologue import Prologue
 from mxquant.kernels.runtime.plan import Step
 from mxquant.reference.gated_activation import GatedActivation
 from mxquant.reference.hadamard import hadamard
+from mxquant.reference.rescale import Prologue
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
@@ -124,7 +124,7 @@ def test_many_rows_have_three_blocks_a_thread(
 def test_rows_beyond_the_registers_of_a_program(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """The last one of two is out of range."""
     monkeypatch.setattr(activation_fp8, "_MAX_COLUMNS", 128)  # the smallest that columns are permuted within
-    monkeypatch.setattr(activation_fp16, "_MAX_BLOCK_K", 128)
+    monkeypatch.setattr(activation, "_MAX_BLOCK_K", 128)
     for mode in ("even", None):
         both = torch.randn(2, 2 * 416).bfloat16().to(device)
         both[1, :64] *= 2.0**-60

@@ -13,8 +13,7 @@ from mxquant.formats import FORMATS, dequantize_blocks, quantize_blocks
 from mxquant.kernels.mxfp4_sm90.activation import rescale_activation
 from mxquant.kernels.mxfp4_sm90.exact_fallback import fixup
 from mxquant.kernels.mxfp4_sm90.layout import pack_weight
-from mxquant.kernels.mxfp4_sm90.prologue import Prologue
-from mxquant.reference.rescale import E5M2_SPAN
+from mxquant.reference.rescale import E5M2_SPAN, Prologue
 
 # Overflow and NaN are wanted here; NumPy, which Triton's interpreter computes with, warns of them.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")

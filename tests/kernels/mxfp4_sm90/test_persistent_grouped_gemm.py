@@ -12,7 +12,7 @@ from mxquant.kernels.mxfp4_sm90.activation import rescale_activation
 from mxquant.kernels.mxfp4_sm90.gluon_decode import load_tail_exponents, spread_two_blocks
 from mxquant.kernels.mxfp4_sm90.layout import pack_weight
 from mxquant.kernels.mxfp4_sm90.persistent_grouped_gemm import gather_rows, is_faster, row_tile_table
-from mxquant.kernels.mxfp4_sm90.prologue import Prologue
+from mxquant.reference.rescale import Prologue
 
 # Where groups end: some empty, at the ends too; one group; nothing; ends that lie beyond the rows.
 OFFSETS = {

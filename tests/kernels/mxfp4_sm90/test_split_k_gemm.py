@@ -12,10 +12,10 @@ from kernels.mxfp4_sm90.packed_weights import random_weight
 from kernels.mxfp4_sm90.rescaled_rows import MXFP4
 from mxquant.formats import dequantize_blocks, quantize_blocks
 from mxquant.kernels.mxfp4_sm90.grouped_gemm import grouped_gemm
-from mxquant.kernels.mxfp4_sm90.prologue import Prologue
 from mxquant.kernels.mxfp4_sm90.split_k_gemm import split_k_gemm
 from mxquant.ops import route
 from mxquant.reference.hadamard import hadamard
+from mxquant.reference.rescale import Prologue
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 

@@ -68,7 +68,7 @@ def test_every_mode_on_ties_edges_and_wide_exponents(
 def test_without_the_instructions_of_newer_gpus(
     name: str, rotated: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cast_blocks, "_capability", lambda device: (8, 0))
+    monkeypatch.setattr(cast_blocks, "_instruction_set", lambda device: (8, 0))
     x = torch.cat([torch.from_numpy(everything(ELEMENTS[FORMATS[name].element.name])), edges()])
     for mode in (FORMATS[name].scale_modes[0], None):
         check(x.bfloat16().to(device), name, mode, rotation=FORMATS[name].block_size if rotated else None)
