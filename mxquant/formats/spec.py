@@ -142,17 +142,17 @@ def get_format(name: str, *, activation: bool = False) -> Format:
         TypeError: `name` is not a string.
     """
     if not isinstance(name, str):
-        raise TypeError(f"a format is named by a string, one of {_listed(activation)}; got {name!r}")
+        raise TypeError(f"a format is named by a string, one of {_choices(activation)}; got {name!r}")
     fmt = FORMATS.get(FORMAT_ALIASES.get(name, name))
     if fmt is not None and (activation or fmt.block_size is not None):
         return fmt
     why = "is unknown" if fmt is None else "is for activations only"
     raise ValueError(
-        f"format {name!r} {why}; use one of {_listed(activation)} (mxfp6 stands for mxfp6_e2m3, mxfp8 for mxfp8_e4m3)"
+        f"format {name!r} {why}; use one of {_choices(activation)} (mxfp6 stands for mxfp6_e2m3, mxfp8 for mxfp8_e4m3)"
     )
 
 
-def _listed(activation: bool) -> str:
+def _choices(activation: bool) -> str:
     return ", ".join(ACTIVATION_FORMATS if activation else WEIGHT_FORMATS)
 
 
