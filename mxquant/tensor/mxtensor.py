@@ -20,6 +20,7 @@ from mxquant.scheme import Scheme
 from mxquant.tensor.checks import as_bits, check_multiplier, check_operand
 from mxquant.tensor.dequantize import canonical_form, dequantize
 from mxquant.tensor.dispatch import FUNCTIONS, OPERATORS
+from mxquant.tensor.exporters import refuse_torchscript_trace
 from mxquant.tensor.metadata import Metadata, check_dtype, logical_shape, physical_shape
 
 _logger = logging.getLogger("mxquant")
@@ -304,10 +305,12 @@ class MXTensor(torch.Tensor):
         kwargs = kwargs or {}
         # The short cut is inside: it reads attributes of the tensor, and each would come back here.
         with torch._C.DisableTorchFunctionSubclass():
-            if (short_cut := FUNCTIONS.get(func)) is not None and not torch.compiler.is_compiling():
-                result = short_cut(*args, **kwargs)
-                if result is not NotImplemented:
-                    return result
+            if not torch.compiler.is_compiling():
+                refuse_torchscript_trace()
+                if (short_cut := FUNCTIONS.get(func)) is not None:
+                    result = short_cut(*args, **kwargs)
+                    if result is not NotImplemented:
+                        return result
             return func(*args, **kwargs)
 
     @classmethod
