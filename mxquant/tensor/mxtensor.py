@@ -7,7 +7,9 @@ cannot be done on packed codes raises and names `.dequantize()`: nothing dequant
 from __future__ import annotations
 
 import copy
+import functools
 import logging
+import sys
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -28,6 +30,11 @@ _SHARED_ACTIVATION_SCALE = (
     "one static activation scale for %d experts: the range of each one's own activations is lost. Give one for each "
     "expert where there are such, or none to have them computed at run time"
 )
+_FROZEN = (
+    "requires_grad_(True) leaves quantized weights frozen: packed codes cannot be trained. Train adapters on top "
+    "(LoRA), or call mxquant.dequantize_(model) before it to train the weights themselves"
+)
+_COPYING_REQUIRES_GRAD = (torch.nn.Parameter.__new__.__code__, torch.nn.Module._load_from_state_dict.__code__)
 _NO_MEMORY = 1 << 62  # beyond what processors and GPUs can address
 # NOTE: increase it when an operator of `torch.ops.mxquant` changes its arguments: compile caches on users' disks hold
 # graphs that call the old one.
@@ -273,7 +280,10 @@ class MXTensor(torch.Tensor):
         return copied
 
     def requires_grad_(self, requires_grad: bool = True) -> MXTensor:
-        """Does nothing: codes have no gradient. `load_state_dict(assign=True)` calls it."""
+        """Does nothing, as codes cannot be trained, and warns of it once a process."""
+        # NOTE: torch calls it to copy another parameter's flag. That is no wish to train, and not warned of.
+        if requires_grad and sys._getframe(1).f_code not in _COPYING_REQUIRES_GRAD:
+            _warn_of_frozen_weights()
         return self
 
     def share_memory_(self) -> MXTensor:
@@ -337,6 +347,11 @@ class EmulatedMXTensor(MXTensor):
     `quantize_` makes it where no native backend computes the config on the weight's device, or if backend="emulation"
     is named. Moving to another device chooses the class again. It is saved as an MXTensor.
     """
+
+
+@functools.cache
+def _warn_of_frozen_weights() -> None:
+    _logger.warning(_FROZEN)
 
 
 def brief(value: Any) -> str:
