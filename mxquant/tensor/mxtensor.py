@@ -22,7 +22,7 @@ from mxquant.scheme import Scheme
 from mxquant.tensor.checks import as_bits, check_multiplier, check_operand
 from mxquant.tensor.dequantize import canonical_form, dequantize
 from mxquant.tensor.dispatch import FUNCTIONS, OPERATORS
-from mxquant.tensor.exporters import refuse_torchscript_trace
+from mxquant.tensor.exporters import refuse_torchscript_trace, refuse_unwrapped_export
 from mxquant.tensor.metadata import Metadata, check_dtype, logical_shape, physical_shape
 
 _logger = logging.getLogger("mxquant")
@@ -304,6 +304,11 @@ class MXTensor(torch.Tensor):
     ) -> MXTensor:
         metadata, backend = context
         operand = Operand(*(inner.get(name) for name in Operand._fields))  # type: ignore[arg-type]
+        if any(scale is not None and scale.dtype != torch.float32 for scale in operand[2:]):
+            raise TypeError(
+                "the scales of a quantized weight are no longer float32: .to(dtype) casts them once parameters are "
+                "unwrapped; cast before unwrap_tensor_subclass_parameters"
+            )
         return cls(operand, metadata, outer_size, backend)
 
     def _stable_hash_for_caching(self) -> str:
@@ -321,7 +326,11 @@ class MXTensor(torch.Tensor):
                     result = short_cut(*args, **kwargs)
                     if result is not NotImplemented:
                         return result
-            return func(*args, **kwargs)
+            try:
+                return func(*args, **kwargs)
+            except RuntimeError as error:
+                refuse_unwrapped_export(error)
+                raise
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]

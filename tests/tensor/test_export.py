@@ -1,11 +1,13 @@
 """torch.export takes quantized parameters as they are. TorchScript and ONNX are refused."""
 
+import copy
 import io
 
 import pytest
 import torch
 from matmul_reference import quantized_linear, same_bytes
 from torch import nn
+from torch._functorch._aot_autograd.subclass_parametrization import unwrap_tensor_subclass_parameters
 
 from mxquant import MXTensor, dequantize_, quantize_
 
@@ -41,6 +43,31 @@ def test_export_survives_its_file() -> None:
     torch.export.save(torch.export.export(model, (x,)), file)
     file.seek(0)
     assert torch.equal(torch.export.load(file).module()(x), model(x))
+
+
+@pytest.mark.parametrize("format", ["mxfp4", "nvfp4"])
+def test_unwrapped_parameters(format: str) -> None:
+    """torch takes subclasses apart ahead of time for a C++ runtime, and users do to spare time on each call."""
+    model, x = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8)), torch.randn(3, 64)
+    quantize_(model, format)
+    unwrapped, expected = unwrap_tensor_subclass_parameters(copy.deepcopy(model)), model(x)
+    assert not any(isinstance(parameter, MXTensor) for parameter in unwrapped.parameters())
+    assert torch.equal(unwrapped(x), expected)
+    assert torch.equal(torch.compile(unwrapped, fullgraph=True, backend="aot_eager")(x), expected)
+    for strict in (False, True):
+        with pytest.raises(NotImplementedError, match=r"export the model as it is.*run_decompositions\(\)"):
+            torch.export.export(unwrapped, (x,), strict=strict)
+        program = torch.export.export(model, (x,), strict=strict).run_decompositions()
+        assert not any(isinstance(parameter, MXTensor) for parameter in program.state_dict.values())
+        assert torch.equal(program.module()(x), expected)
+
+
+def test_cast_of_unwrapped_scales_is_refused() -> None:
+    model = nn.Sequential(nn.Linear(64, 8))
+    quantize_(model, "nvfp4")
+    unwrap_tensor_subclass_parameters(model).bfloat16()
+    with pytest.raises(TypeError, match="cast before unwrap_tensor_subclass_parameters"):
+        model(torch.randn(3, 64).bfloat16())
 
 
 class Nested(nn.Module):
