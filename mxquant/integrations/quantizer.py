@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 from transformers.core_model_loading import ConversionOps, WeightConverter, rename_source_key
 from transformers.integrations.accelerate import get_device
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
@@ -26,6 +27,7 @@ from mxquant.checkpoints.native import described_in
 from mxquant.config import CONFIG_FIELDS, _MXConfig, resolve_mapping, suggestion
 from mxquant.formats import get_format
 from mxquant.integrations.device_map import REMEDY, whole_state
+from mxquant.integrations.sharding import refuse_inexact_shards, refuse_saved_shards
 from mxquant.modules.quantize_target import Target, check_target, quantized_parameter
 from mxquant.modules.sites import lineage
 from mxquant.select import Selection, select_weights
@@ -118,6 +120,7 @@ class MXQuantizer(HfQuantizer):
         self.refusal: Exception | None = None
         """The first error of a weight that was loaded, which transformers would only log."""
         self.saved: dict[str, tuple[Metadata, tuple[int, ...]]] = {}
+        self.shards_check: RemovableHandle | None = None
 
     def validate_environment(self, device_map: Any = None, **kwargs: Any) -> None:
         """Refuse a `device_map` with modules on the disk: transformers would read them from the files, unquantized."""
@@ -131,6 +134,8 @@ class MXQuantizer(HfQuantizer):
     def _process_model_before_weight_loading(
         self, model: nn.Module, checkpoint_files: list[str] | None = None, device_map: Any = None, **kwargs: Any
     ) -> nn.Module:
+        # NOTE: transformers shards the model after this hook, and reads its state dict before the first tensor.
+        self.shards_check = model.register_state_dict_pre_hook(self._check_shards)
         if self.pre_quantized:
             described, _ = described_in(headers_of(checkpoint_files or []))
             for name, fields in described.items():
@@ -143,6 +148,10 @@ class MXQuantizer(HfQuantizer):
         self.selection = select_for_loading(model, self.quantization_config, device_map)
         self.targets = {site.name: target for target in self.selection.targets for site in target.sites}
         return model
+
+    def _check_shards(self, model: nn.Module, *_: Any) -> None:
+        refuse_inexact_shards(model, self.targets)
+        refuse_saved_shards(model, self.saved.keys())
 
     def param_needs_quantization(self, model: nn.Module, param_name: str, **kwargs: Any) -> bool:
         return param_name in self.targets
@@ -163,6 +172,8 @@ class MXQuantizer(HfQuantizer):
         return [*self.get_weight_conversions(), *weight_conversions]
 
     def _process_model_after_weight_loading(self, model: nn.Module, **kwargs: Any) -> nn.Module:
+        if self.shards_check is not None:
+            self.shards_check.remove()
         if self.refusal is not None:
             raise self.refusal
         record_skips(self.selection)

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mxquant.tensor.dispatch import FUNCTIONS, implements
+from mxquant.tensor.exporters import refuse_onnx
 from mxquant.tensor.mxtensor import MXTensor
 from mxquant.tensor.product import product
 from mxquant.tensor.views import index_select
@@ -66,5 +67,6 @@ def embedding(
     weight: MXTensor, indices: Tensor, padding_idx: int = -1, scale_grad_by_freq: bool = False, sparse: bool = False
 ) -> Tensor:
     """The rows of a quantized table, dequantized: only those looked up."""
+    refuse_onnx()
     rows = index_select(weight, 0, indices.reshape(-1))
     return rows.dequantize().view(*indices.shape, weight.shape[1])

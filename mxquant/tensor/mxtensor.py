@@ -7,7 +7,9 @@ cannot be done on packed codes raises and names `.dequantize()`: nothing dequant
 from __future__ import annotations
 
 import copy
+import functools
 import logging
+import sys
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -20,6 +22,7 @@ from mxquant.scheme import Scheme
 from mxquant.tensor.checks import as_bits, check_multiplier, check_operand
 from mxquant.tensor.dequantize import canonical_form, dequantize
 from mxquant.tensor.dispatch import FUNCTIONS, OPERATORS
+from mxquant.tensor.exporters import refuse_torchscript_trace, refuse_unwrapped_export
 from mxquant.tensor.metadata import Metadata, check_dtype, logical_shape, physical_shape
 
 _logger = logging.getLogger("mxquant")
@@ -27,6 +30,11 @@ _SHARED_ACTIVATION_SCALE = (
     "one static activation scale for %d experts: the range of each one's own activations is lost. Give one for each "
     "expert where there are such, or none to have them computed at run time"
 )
+_FROZEN = (
+    "requires_grad_(True) leaves quantized weights frozen: packed codes cannot be trained. Train adapters on top "
+    "(LoRA), or call mxquant.dequantize_(model) before it to train the weights themselves"
+)
+_COPYING_REQUIRES_GRAD = (torch.nn.Parameter.__new__.__code__, torch.nn.Module._load_from_state_dict.__code__)
 _NO_MEMORY = 1 << 62  # beyond what processors and GPUs can address
 # NOTE: increase it when an operator of `torch.ops.mxquant` changes its arguments: compile caches on users' disks hold
 # graphs that call the old one.
@@ -272,7 +280,10 @@ class MXTensor(torch.Tensor):
         return copied
 
     def requires_grad_(self, requires_grad: bool = True) -> MXTensor:
-        """Does nothing: codes have no gradient. `load_state_dict(assign=True)` calls it."""
+        """Does nothing, as codes cannot be trained, and warns of it once a process."""
+        # NOTE: torch calls it to copy another parameter's flag. That is no wish to train, and not warned of.
+        if requires_grad and sys._getframe(1).f_code not in _COPYING_REQUIRES_GRAD:
+            _warn_of_frozen_weights()
         return self
 
     def share_memory_(self) -> MXTensor:
@@ -293,6 +304,11 @@ class MXTensor(torch.Tensor):
     ) -> MXTensor:
         metadata, backend = context
         operand = Operand(*(inner.get(name) for name in Operand._fields))  # type: ignore[arg-type]
+        if any(scale is not None and scale.dtype != torch.float32 for scale in operand[2:]):
+            raise TypeError(
+                "the scales of a quantized weight are no longer float32: .to(dtype) casts them once parameters are "
+                "unwrapped; cast before unwrap_tensor_subclass_parameters"
+            )
         return cls(operand, metadata, outer_size, backend)
 
     def _stable_hash_for_caching(self) -> str:
@@ -304,11 +320,17 @@ class MXTensor(torch.Tensor):
         kwargs = kwargs or {}
         # The short cut is inside: it reads attributes of the tensor, and each would come back here.
         with torch._C.DisableTorchFunctionSubclass():
-            if (short_cut := FUNCTIONS.get(func)) is not None and not torch.compiler.is_compiling():
-                result = short_cut(*args, **kwargs)
-                if result is not NotImplemented:
-                    return result
-            return func(*args, **kwargs)
+            if not torch.compiler.is_compiling():
+                refuse_torchscript_trace()
+                if (short_cut := FUNCTIONS.get(func)) is not None:
+                    result = short_cut(*args, **kwargs)
+                    if result is not NotImplemented:
+                        return result
+            try:
+                return func(*args, **kwargs)
+            except RuntimeError as error:
+                refuse_unwrapped_export(error)
+                raise
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -334,6 +356,11 @@ class EmulatedMXTensor(MXTensor):
     `quantize_` makes it where no native backend computes the config on the weight's device, or if backend="emulation"
     is named. Moving to another device chooses the class again. It is saved as an MXTensor.
     """
+
+
+@functools.cache
+def _warn_of_frozen_weights() -> None:
+    _logger.warning(_FROZEN)
 
 
 def brief(value: Any) -> str:

@@ -22,6 +22,7 @@ from mxquant.backends.registry import get_backend
 from mxquant.ops import gated_activation, hadamard, is_traced
 from mxquant.reference.gated_activation import GatedActivation
 from mxquant.tensor.choose import choose_backend, problem_of, with_gate
+from mxquant.tensor.exporters import refuse_onnx, refuse_torchscript_trace
 from mxquant.tensor.metadata import DTYPES, logical_shape, metadata_from_json, physical_shape
 from mxquant.tensor.mxtensor import MXTensor, block_format
 from mxquant.tensor.views import view
@@ -59,7 +60,8 @@ def product(
         the product in the dtype of `x`; with groups, rows beyond the last group are zero.
 
     Raises:
-        NotImplementedError: both sides are quantized, or the blocked axis is not one of the last two.
+        NotImplementedError: both sides are quantized, the blocked axis is not one of the last two, or the product is
+            traced for TorchScript or ONNX.
         ValueError: shapes or devices that do not fit, or a named backend that cannot compute this.
         TypeError: `x` is not floating.
     """
@@ -80,8 +82,10 @@ def product(
             x, gate = gated_activation(x, gate), None
     operand, rotation = weight.operand, metadata.scheme.rotation
     if not is_traced(x, operand.qdata):
+        refuse_torchscript_trace()
         is_batch = groups is None and len(shape) == 3
         return _run(x, operand, bias, groups, problem, backend, rotation, is_batch)
+    refuse_onnx()
     text, physical = weight.metadata.to_json(), physical_shape(shape, metadata.axis)
     tensors = [*operand, bias, *(groups or (None, None))]
     result: Tensor = torch.ops.mxquant.matmul(

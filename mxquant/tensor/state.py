@@ -1,6 +1,7 @@
 """Saving: plain tensors and string metadata for safetensors, and pickling.
 
-Both save the canonical bytes and versioned JSON. Backend, layout and the emulation class are not saved.
+Both save the canonical bytes and versioned JSON. Backend, layout and the emulation class are not saved. TorchScript
+saves storages, which quantized tensors lack: it is refused.
 """
 
 from __future__ import annotations
@@ -11,11 +12,12 @@ from collections.abc import Mapping
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from mxquant.backends.base import Operand
 from mxquant.tensor.checks import check_operand
 from mxquant.tensor.dispatch import FUNCTIONS, implements
+from mxquant.tensor.exporters import REMEDY
 from mxquant.tensor.metadata import VERSION, check_version, metadata_from_fields, metadata_from_json
 from mxquant.tensor.mxtensor import EmulatedMXTensor, MXTensor
 
@@ -164,3 +166,23 @@ def storage(tensor: MXTensor) -> NoReturn:
         f"{tensor!r} has no storage that could be written as it is; save a transformers model with "
         "mxquant.save_pretrained(model, path), a state dict with torch.save, or what flatten_state_dict makes of it"
     )
+
+
+def _prepare_scriptable(self: nn.Module) -> nn.Module:
+    """The module itself. `torch.jit.script` calls this for every module before it compiles any.
+
+    NOTE: a scripted module would run, and once saved and loaded give other numbers or end the process.
+
+    Raises:
+        NotImplementedError: a parameter is quantized.
+    """
+    for name, parameter in self._parameters.items():
+        if isinstance(parameter, MXTensor):
+            raise NotImplementedError(
+                f"torch.jit.script cannot compile with the {name} of {type(self).__name__}, {parameter!r}; {REMEDY}"
+            )
+    return self
+
+
+# NOTE: on the class, as any module may be given a quantized parameter, and attributes of a module are pickled with it.
+nn.Module.__prepare_scriptable__ = _prepare_scriptable  # type: ignore[attr-defined]

@@ -7,7 +7,7 @@ import torch
 from matmul_reference import FORMATS, activation64, assert_product, decode64, quantized_linear, same_bytes
 from torch import nn
 
-from mxquant import EmulatedMXTensor, MXFP4Config, MXFP6Config, MXFP8Config, MXTensor, NVFP4Config
+from mxquant import EmulatedMXTensor, MXFP4Config, MXFP6Config, MXFP8Config, MXTensor, NVFP4Config, quantize_
 from mxquant.modules.quantize_target import Target, dequantized_parameter, quantized_parameter
 from mxquant.modules.sites import Site
 
@@ -150,6 +150,18 @@ def test_train_eval_requires_grad_and_zero_grad() -> None:
     model.zero_grad()
     assert [n for n, p in model.named_parameters()] == ["weight", "bias"]
     assert sum(p.numel() for p in model.parameters()) == 8 * 40 + 8
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64])
+def test_a_bf16_layer_takes_input_of_another_dtype_which_a_plain_one_refuses(dtype: torch.dtype) -> None:
+    layer, x = nn.Linear(64, 8, dtype=torch.bfloat16), torch.randn(3, 64).to(dtype)
+    with pytest.raises(RuntimeError, match="same dtype"):
+        layer(x)
+    quantize_(layer, {"linear": {"weight": "mxfp4", "activation": None}})
+    y = layer(x)
+    assert y.dtype == dtype
+    expected = x.double() @ layer.weight.dequantize(torch.float64).mT + layer.bias.double()
+    torch.testing.assert_close(y, expected.to(dtype))
 
 
 # Meta

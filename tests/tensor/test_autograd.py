@@ -6,6 +6,9 @@ import torch.nn.functional as F
 from matmul_reference import FORMATS, assert_product, decode64, quantized, quantized_linear
 from torch import nn
 
+from mxquant import quantize_
+from mxquant.tensor import mxtensor
+
 PAIRS = [*((f, None) for f in FORMATS), ("mxfp4", "mxfp4"), ("nvfp4", "nvfp4"), ("mxfp8_e4m3", "fp8_e4m3")]
 
 
@@ -61,6 +64,53 @@ def test_gradient_through_grouped_mm(format: str, activation: str | None) -> Non
     assert x.grad is not None
     assert_product(x.grad[:2], grad[:2].double(), w64[0].mT)
     assert_product(x.grad[2:], grad[2:].double(), w64[2].mT)
+
+
+@pytest.fixture
+def fresh_warning() -> None:
+    mxtensor._warn_of_frozen_weights.cache_clear()
+
+
+@pytest.mark.usefixtures("fresh_warning")
+def test_asking_to_train_quantized_weights_warns_once(caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 8))
+    quantize_(model, "mxfp4")
+    for _ in range(2):
+        model.requires_grad_(True)
+    model[0].weight.requires_grad_()
+    assert [name for name, parameter in model.named_parameters() if parameter.requires_grad] == ["0.bias", "1.bias"]
+    (record,) = caplog.records
+    assert "dequantize_(model)" in record.message
+    assert "LoRA" in record.message
+
+
+@pytest.mark.usefixtures("fresh_warning")
+def test_flows_that_only_copy_requires_grad_do_not_warn(caplog: pytest.LogCaptureFixture) -> None:
+    """Loading into a trainable model, a new parameter with torch's default, moving, freezing, and adapters."""
+    model, plain = (nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 8)) for _ in range(2))
+    quantize_(model, "mxfp4")
+    plain.load_state_dict(model.state_dict(), assign=True)
+    plain.load_state_dict(model.state_dict(keep_vars=True), assign=True)
+    plain[0].weight = nn.Parameter(model[0].weight.detach())
+    type(model[0].weight)(model[0].weight.detach(), requires_grad=True)  # as accelerate moves a weight
+    model.to(torch.bfloat16).train().requires_grad_(False)
+    adapted = LoRALinear(plain[0])
+    for parameter in (*adapted.a.parameters(), *adapted.b.parameters()):
+        parameter.requires_grad_(True)
+    assert not caplog.records
+
+
+def test_a_gradient_asked_for_by_attribute_is_that_of_the_values_and_no_optimizer_takes_it() -> None:
+    linear = quantized_linear(40, 6, dtype=torch.float32)
+    plain = nn.Parameter(linear.weight.dequantize())
+    x = torch.randn(3, 40)
+    linear.weight.requires_grad = True
+    for weight in (linear.weight, plain):
+        F.linear(x, weight).square().sum().backward()
+    torch.testing.assert_close(linear.weight.grad, plain.grad)
+    for optimizer in (torch.optim.SGD, torch.optim.AdamW):
+        with pytest.raises(NotImplementedError, match=r"dequantize\(\)"):
+            optimizer([linear.weight], lr=0.1).step()
 
 
 class LoRALinear(nn.Module):

@@ -11,7 +11,7 @@ from matmul_reference import quantized, quantized_linear
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from mxquant import MXTensor, quantize
+from mxquant import MXTensor, quantize, quantize_
 from mxquant.backends import Groups
 from mxquant.tensor import grouped_product
 
@@ -86,6 +86,40 @@ def test_changing_batch_sizes_compile_at_most_twice(activation: str | None) -> N
             x = torch.randn(batch, 40)
             assert torch.equal(compiled(x), model(x))
     assert counter.frame_count <= 2
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(64, 8).requires_grad_(False)
+
+    def forward(self, x: Tensor, double: bool = False) -> Tensor:
+        return self.linear(x) * (2 if double else 1)
+
+
+@pytest.mark.parametrize(
+    "calls",
+    [
+        [((1, 64), False), ((3, 64), False), ((1, 64), False), ((7, 64), False), ((1, 64), False)],
+        [((1, 5, 64), False), ((2, 5, 64), False), ((1, 1, 64), False), ((3, 1, 64), False), ((3, 9, 64), False)],
+        [((3, 64), False), ((3, 64), True), ((3, 64), False), ((3, 64), True)],
+    ],
+    ids=["batch of 1", "sequence of 1", "bool argument"],
+)
+def test_special_cases_compile_as_often_as_for_a_plain_linear(calls: list[tuple[tuple[int, ...], bool]]) -> None:
+    counts = []
+    for format in (None, "mxfp4"):
+        model, counter = Scaled(), CompileCounterWithBackend("aot_eager")
+        if format is not None:
+            quantize_(model, format)
+        torch._dynamo.reset()
+        compiled = torch.compile(model, fullgraph=True, backend=counter)
+        counts.append([])
+        for shape, double in calls:
+            x = torch.randn(*shape)
+            assert torch.equal(compiled(x, double), model(x, double))
+            counts[-1].append(counter.frame_count)
+    assert counts[0] == counts[1]
 
 
 @pytest.mark.parametrize("grad", [False, True])
