@@ -30,7 +30,8 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from mxquant.config import CONFIG_FIELDS, EVERY_KIND, KINDS, _MXConfig, suggestion
+from mxquant.config import CONFIG_FIELDS, EVERY_KIND, KINDS, _MXConfig
+from mxquant.config_hints import FIELDS_ELSEWHERE, suggestion
 from mxquant.modules.quantize_target import Target
 from mxquant.modules.sites import Site, TiedSites, find_sites, join, lineage
 
@@ -209,8 +210,8 @@ class _Key:
     def _matches_nothing(self, names: set[str]) -> str:
         what = "is a kind that this model has none of" if self.level == _KIND else "matches no module or parameter"
         near = "" if self.level == _KIND else suggestion(self.text, (*KINDS, *names))
-        if self.text in CONFIG_FIELDS:
-            near = f"; a dict that is one config has only the keys {', '.join(CONFIG_FIELDS)}"
+        if self.text in FIELDS_ELSEWHERE or suggestion(self.text, CONFIG_FIELDS):
+            near += f"; a dict that is one config has only the keys {', '.join(CONFIG_FIELDS)}"
         if self.text == EVERY_KIND:
             return (
                 "the config selects nothing: this model has neither nn.Linear modules nor experts. An nn.Embedding is "
