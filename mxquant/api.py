@@ -47,10 +47,11 @@ def quantize_(
     is then either quantized wherever it is registered or as it was, and the log says where it stopped and how to go on.
     Earlier weights are not restored: each original is freed as soon as it is replaced.
 
-    By default every `nn.Linear` is quantized except MoE routers and output embeddings, and so are the stacked experts
-    of every block whose layout is known (`register_experts_layout`). The module `mxquant.select` explains the keys of a
-    mapping. Experts of unknown layout stay as they are, with a warning. Quantized weights are frozen. Tied weights are
-    quantized once and stay tied. `summary(model)` tells what is skipped, and why.
+    By default every `nn.Linear`, and every `Conv1D` of transformers (GPT-2), is quantized except MoE routers and output
+    embeddings, and so are the stacked experts of every block whose layout is known (`register_experts_layout`). The
+    module `mxquant.select` explains the keys of a mapping. Experts of unknown layout stay as they are, with a warning.
+    Quantized weights are frozen. Tied weights are quantized once and stay tied. `summary(model)` tells what is skipped,
+    and why.
 
     Args:
         config: a config such as `MXFP4Config()`, a format's name such as "mxfp4", a dict such as

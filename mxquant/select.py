@@ -4,8 +4,8 @@ Every parameter of two or more dimensions becomes either a `Target` or a `Skip` 
 
 The keys of a mapping:
 
-- "linear" and "moe" are kinds: the weights of `nn.Linear` modules, and stacked experts. They are always kinds. A module
-  that is itself called "linear" is named by "re:linear".
+- "linear" and "moe" are kinds: the weights of `nn.Linear` modules (and of transformers' `Conv1D`), and stacked experts.
+  They are always kinds. A module that is itself called "linear" is named by "re:linear".
 - A parameter's name means that parameter. A module's name means all below it.
 - A pattern means every parameter or module whose whole name it matches, and all below such a module. It is a glob
   ("*.q_proj", with `*`, `?` and `[...]` as in `fnmatch`; `*` crosses dots), or "re:" and a regular expression.
@@ -200,7 +200,7 @@ class _Key:
         more = f" and {len(reasons) - 3} more" if len(reasons) > 3 else ""
         raise ValueError(
             f"{self._described} selects nothing: it covers {', '.join(reasons[:3]) or 'no weight'}{more}; "
-            "name nn.Linear or nn.Embedding modules or experts, or map it to None"
+            "name nn.Linear, Conv1D (transformers) or nn.Embedding modules or experts, or map it to None"
         )
 
     @property

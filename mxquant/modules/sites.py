@@ -11,6 +11,7 @@ from torch.nn.parameter import is_lazy
 
 from mxquant.modules.experts import ExpertsLayout
 from mxquant.modules.experts_layouts import experts_layout, unknown_experts
+from mxquant.modules.linear import has_own_forward, linear_k_axis
 
 SKIP_REASON = "_mxquant_skipped"
 """The attribute of a module that says why parameters of its own are not quantized: a reason by parameter name."""
@@ -36,6 +37,13 @@ class Site:
     @property
     def name(self) -> str:
         return join(self.module_name, self.attribute)
+
+    @property
+    def k_axis(self) -> int:
+        """The axis that the module's matmul contracts."""
+        if self.layout is not None:
+            return self.layout.k_axis[self.attribute]
+        return linear_k_axis(self.module) or -1
 
     @property
     def biases(self) -> list[nn.Parameter]:
@@ -80,7 +88,7 @@ def find_sites(model: nn.Module) -> list[tuple[Site, ...]]:
     tied = []
     for group in groups.values():
         impossible = next((site.impossible for site in group if site.impossible), None)
-        if len({None if site.layout is None else site.layout.k_axis[site.attribute] for site in group}) > 1:
+        if len({(site.k_axis, site.layout is None) for site in group}) > 1:
             impossible = "tied weights that are not multiplied alike"
         tied.append(tuple(replace(site, impossible=impossible) for site in group))
     return tied
@@ -95,7 +103,7 @@ def _sites(model: nn.Module) -> Iterator[Site]:
                 continue
             site = Site(module, module_name, attribute, parameter)
             parent = modules.get(module_name.rpartition(".")[0]) if module_name else None
-            if isinstance(module, nn.Linear) and attribute == "weight":
+            if linear_k_axis(module) is not None and attribute == "weight":
                 yield _linear_site(site, parent, id(parameter) in outputs)
             elif isinstance(module, nn.Embedding) and attribute == "weight":
                 yield replace(site, kind="embedding", left_alone="embedding", impossible=_embedding_fault(module))
@@ -105,7 +113,7 @@ def _sites(model: nn.Module) -> Iterator[Site]:
 
 def _linear_site(site: Site, parent: nn.Module | None, is_output: bool) -> Site:
     left_alone = impossible = None
-    if type(site.module).forward is not nn.Linear.forward:
+    if has_own_forward(site.module):
         impossible = f"{type(site.module).__name__} has a forward of its own"
     elif is_output or site.module_name.rpartition(".")[2] in _OUTPUT_EMBEDDINGS:
         left_alone = "output embedding"
