@@ -124,10 +124,7 @@ class _MXConfig(AOBaseConfig):
             raise type(error)(f"activation={self.activation!r}: {error}; {others}") from None
         _ = self.scheme
         if not isinstance(self.algorithm, GPTQ) and self.algorithm not in ALGORITHMS:
-            raise ValueError(
-                f"algorithm={self.algorithm!r} is unknown; use 'rtn' (rounding to nearest), 'gptq' or a "
-                "mxquant.GPTQ(...)"
-            )
+            raise ValueError(f"algorithm={self.algorithm!r} is unknown; use 'rtn', 'gptq' or a mxquant.GPTQ(...)")
         if not isinstance(self.backend, str):
             raise TypeError(
                 f"backend must be 'auto' or a name in mxquant.list_backends(); got {self.backend!r}, which is no string"

@@ -143,7 +143,7 @@ def test_shorthands() -> None:
         (lambda: MXFP4Config(activation=False), TypeError, "activation=False.* did you mean activation=None"),
         (lambda: MXFP4Config(activation=torch.bfloat16), TypeError, "did you mean activation=None"),
         (lambda: MXFP4Config(activation="MXFP6"), ValueError, "did you mean 'mxfp6_e2m3' or 'mxfp6_e3m2'"),
-        (lambda: MXFP4Config(algorithm="awq"), ValueError, r"'awq' is unknown; use 'rtn' \(rounding to nearest\)"),
+        (lambda: MXFP4Config(algorithm="awq"), ValueError, "'awq' is unknown; use 'rtn', 'gptq'"),
         (lambda: MXFP8Config(torch.float8_e4m3fn), TypeError, "did you mean 'e4m3'"),
         (lambda: MXFP6Config("e4m3"), ValueError, "element 'e4m3' is unknown to mxfp6; use one of e2m3, e3m2"),
         (lambda: MXFP8Config(4), TypeError, "element 4 is unknown to mxfp8; use one of e4m3, e5m2"),

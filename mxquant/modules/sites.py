@@ -9,6 +9,7 @@ from typing import Literal
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from mxquant.formats.spec import FORMATS, WEIGHT_FORMATS
 from mxquant.modules.experts import ExpertsLayout
 from mxquant.modules.experts_layouts import experts_layout, unknown_experts
 from mxquant.modules.linear import has_own_forward, linear_k_axis
@@ -16,6 +17,12 @@ from mxquant.modules.linear import has_own_forward, linear_k_axis
 SKIP_REASON = "_mxquant_skipped"
 """The attribute of a module that says why parameters of its own are not quantized: a reason by parameter name."""
 
+MIN_IN_FEATURES = min(FORMATS[name].block_size or 1 for name in WEIGHT_FORMATS)
+"""A linear layer inside a model with fewer input features is skipped unless a key names it.
+
+Its rows fill no format's block, so that scales take much of what codes save: MXFP4 has 6 bits a weight at 4 features,
+16 at 1. Such layers mix coefficients (AltUp of Gemma3n, 4 x 4) or read coordinates; none holds a model's memory.
+"""
 _OUTPUT_EMBEDDINGS = {"lm_head", "embed_out"}
 
 
@@ -115,6 +122,8 @@ def _linear_site(site: Site, parent: nn.Module | None, is_output: bool) -> Site:
     left_alone = impossible = None
     if has_own_forward(site.module):
         impossible = f"{type(site.module).__name__} has a forward of its own"
+    elif site.module_name and not is_lazy(site.parameter) and site.parameter.shape[site.k_axis] < MIN_IN_FEATURES:
+        left_alone = f"fewer than {MIN_IN_FEATURES} input features, no format's block"
     elif is_output or site.module_name.rpartition(".")[2] in _OUTPUT_EMBEDDINGS:
         left_alone = "output embedding"
     elif _is_router(site, parent):
@@ -160,7 +169,11 @@ def _is_torch_layer(module: nn.Module) -> bool:
 
 def _is_router(site: Site, parent: nn.Module | None) -> bool:
     path = site.module_name.split(".")
-    if "router" in path[-2:] or path[-1] == "shared_expert_gate" or type(site.module).__name__.endswith("Router"):
+    if (
+        "router" in path[-2:]
+        or path[-1].endswith(("_router", "shared_expert_gate"))
+        or type(site.module).__name__.endswith("Router")
+    ):
         return True
     if parent is None or not hasattr(parent, "experts"):
         return False
