@@ -23,6 +23,8 @@ MIN_IN_FEATURES = min(FORMATS[name].block_size or 1 for name in WEIGHT_FORMATS)
 Its rows fill no format's block, so that scales take much of what codes save: MXFP4 has 6 bits a weight at 4 features,
 16 at 1. Such layers mix coefficients (AltUp of Gemma3n, 4 x 4) or read coordinates; none holds a model's memory.
 """
+_PEFT_WRAPPERS = {"BaseTunerLayer", "AuxiliaryTrainingWrapper"}
+"""The classes by which peft wraps a layer. peft is optional, so they are recognized by name."""
 _OUTPUT_EMBEDDINGS = {"lm_head", "embed_out"}
 
 
@@ -103,6 +105,7 @@ def find_sites(model: nn.Module) -> list[tuple[Site, ...]]:
 
 def _sites(model: nn.Module) -> Iterator[Site]:
     modules = dict(model.named_modules(remove_duplicate=False))
+    adapters = _adapters(modules)
     outputs = _output_embedding_weights(model, modules)
     for module_name, module in modules.items():
         for attribute, parameter in module._parameters.items():
@@ -111,11 +114,24 @@ def _sites(model: nn.Module) -> Iterator[Site]:
             site = Site(module, module_name, attribute, parameter)
             parent = modules.get(module_name.rpartition(".")[0]) if module_name else None
             if linear_k_axis(module) is not None and attribute == "weight":
-                yield _linear_site(site, parent, id(parameter) in outputs)
+                linear = _linear_site(site, parent, id(parameter) in outputs)
+                in_adapter = any(name in adapters for name in lineage(module_name))
+                yield replace(linear, left_alone="adapter of peft") if in_adapter else linear
             elif isinstance(module, nn.Embedding) and attribute == "weight":
                 yield replace(site, kind="embedding", left_alone="embedding", impossible=_embedding_fault(module))
             elif is_lazy(parameter) or parameter.is_floating_point():
                 yield _other_site(site, parent)
+
+
+def _adapters(modules: Mapping[str, nn.Module]) -> set[str]:
+    """The modules that peft put beside the layers that it wraps: `lora_A`, `lora_B`, copies that are trained."""
+    return {
+        join(name, child)
+        for name, module in modules.items()
+        if any(base.__name__ in _PEFT_WRAPPERS and base.__module__.startswith("peft.") for base in type(module).__mro__)
+        for child in module._modules
+        if child not in ("base_layer", "original_module")
+    }
 
 
 def _linear_site(site: Site, parent: nn.Module | None, is_output: bool) -> Site:

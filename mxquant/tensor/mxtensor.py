@@ -7,6 +7,7 @@ cannot be done on packed codes raises and names `.dequantize()`: nothing dequant
 from __future__ import annotations
 
 import copy
+import dataclasses
 import logging
 from collections.abc import Sequence
 from typing import Any, cast
@@ -152,6 +153,9 @@ class MXTensor(torch.Tensor):
     @data.setter
     def data(self, value: Tensor) -> None:
         """Take the inner tensors of another MXTensor. torch's own setter would silently change nothing."""
+        if isinstance(value, MXTensor) and value.dtype != self.dtype and self._is_cast_of(value):
+            self._become(value)
+            return
         alike = isinstance(value, MXTensor) and value.metadata == self.metadata
         if not isinstance(value, MXTensor) or not alike or value.shape != self.shape or value.device != self.device:
             raise TypeError(
@@ -159,6 +163,20 @@ class MXTensor(torch.Tensor):
                 "Assign a new torch.nn.Parameter to the module instead"
             )
         self.qdata, self.scale, self.per_tensor_scale, self.activation_scale = value.operand
+
+    def _is_cast_of(self, value: MXTensor) -> bool:
+        """Whether the other has the same shape, device and metadata but for the dtype that it stands for."""
+        recast = dataclasses.replace(value.metadata, dtype=self.metadata.dtype)
+        return recast == self.metadata and value.shape == self.shape and value.device == self.device
+
+    def _become(self, value: MXTensor) -> None:
+        """Exchange this tensor's content for that of `value`, of another dtype, as `module.to()` does.
+
+        `param.data = param.data.float()` comes here, by which peft's `prepare_model_for_kbit_training` casts a model.
+        """
+        new = type(self)(value.operand, value.metadata, value.shape, self.backend)
+        new.__dict__.update(self.foreign_attributes() | self.parameter_mark())
+        torch.utils.swap_tensors(self, new)
 
     @property
     def operand(self) -> Operand:
