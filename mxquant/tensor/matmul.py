@@ -25,7 +25,7 @@ def linear_eager(x: Any, weight: Any, bias: Any = None) -> Any:
     return product(x, weight, -1, bias) if _is_plain_call(x, weight, bias) else NotImplemented
 
 
-@implements_function(torch.addmm)
+@implements(torch.addmm, table=FUNCTIONS)
 def addmm_eager(bias: Any, x: Any, weight: Any, **options: Any) -> Any:
     """`torch.addmm` likewise, as transformers' Conv1D calls it."""
     if options or type(bias) not in (Tensor, torch.nn.Parameter) or bias.dim() != 1:

@@ -20,7 +20,7 @@ from mxquant.formats.spec import Format, get_format
 from mxquant.scheme import Scheme
 from mxquant.tensor.checks import as_bits, check_multiplier, check_operand
 from mxquant.tensor.dequantize import canonical_form, dequantize
-from mxquant.tensor.dispatch import FUNCTIONS, OPERATORS
+from mxquant.tensor.dispatch import FUNCTIONS, NAMED_OPERATORS, OPERATORS
 from mxquant.tensor.metadata import Metadata, check_dtype, logical_shape, physical_shape
 
 _logger = logging.getLogger("mxquant")
@@ -333,7 +333,7 @@ class MXTensor(torch.Tensor):
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        implementation = OPERATORS.get(func)
+        implementation = OPERATORS.get(func) or NAMED_OPERATORS.get(str(func))
         if implementation is not None:
             return implementation(*args, **kwargs)
         # In inference mode composite operators are not decomposed on the way here.
