@@ -174,16 +174,6 @@ def _codes(tensor: MXTensor) -> Tensor:
     return unpack_codes(tensor.qdata, fmt.element.bits, offset + tensor.shape[tensor.axis])[..., offset:]
 
 
-@implements(aten.add_.Tensor, aten.sub_.Tensor)
-def add_(tensor: Any, other: Any, *, alpha: float = 1) -> Any:
-    """Refused: peft merges adapters so, and the sum has no codes of its own."""
-    raise NotImplementedError(
-        f"an update cannot be added in place to packed codes ({tensor!r}); call .dequantize() first for an ordinary "
-        "tensor, or mxquant.dequantize_(model). To merge adapters of peft into a quantized model, call "
-        "mxquant.integrations.peft.merge_adapter(model), which dequantizes, adds and quantizes again"
-    )
-
-
 @implements(aten.is_pinned.default)
 def is_pinned(tensor: MXTensor, device: torch.device | None = None) -> bool:
     return all(inner.is_pinned() for inner in tensor.operand if inner is not None)
