@@ -38,7 +38,7 @@ def test_disk_offload_is_refused_with_what_works(tmp_path: Path, dtype: torch.dt
 def test_save_state_works_without_safetensors(tmp_path: Path) -> None:
     accelerator = Accelerator(cpu=True)
     model = accelerator.prepare(quantized())
-    with pytest.raises(TypeError, match="Accelerate's save_state takes safe_serialization=False"):
+    with pytest.raises(TypeError, match=r"Accelerate's save_state .* safe_serialization=False"):
         accelerator.save_state(tmp_path / "safe")
     accelerator.save_state(tmp_path / "state", safe_serialization=False)
     codes, bias = model[0].weight.qdata.clone(), model[0].bias.detach().clone()
@@ -79,3 +79,23 @@ def test_sentence_transformers_saves_what_was_quantized_on_load(tmp_path: Path) 
     again = sentence_transformers.SentenceTransformer(str(tmp_path / "saved"), device="cpu")
     assert any(isinstance(parameter, MXTensor) for parameter in again.parameters())
     assert (again.encode(["a b c"]) == model.encode(["a b c"])).all()
+
+
+def test_diffusers_saves_without_safetensors(tmp_path: Path) -> None:
+    diffusers = pytest.importorskip("diffusers")
+    model = diffusers.UNet2DConditionModel(
+        sample_size=8,
+        layers_per_block=1,
+        block_out_channels=(32, 64),
+        down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
+        up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
+        cross_attention_dim=32,
+        norm_num_groups=8,
+    )
+    inputs = torch.randn(1, 4, 8, 8), 1, torch.randn(1, 4, 32)
+    quantize_(model, "mxfp4")
+    with pytest.raises(TypeError, match="diffusers' save_pretrained take safe_serialization=False"):
+        model.save_pretrained(tmp_path / "safe")
+    model.save_pretrained(tmp_path / "saved", safe_serialization=False)
+    loaded = type(model).from_pretrained(tmp_path / "saved", use_safetensors=False, low_cpu_mem_usage=False)
+    assert torch.equal(loaded(*inputs).sample, model(*inputs).sample)
