@@ -218,9 +218,9 @@ def _refuse_after_stop(model: nn.Module, targets: list[Target]) -> None:
     where, folder = stopped
     resumed = "" if folder is None else f" with resume={folder!r}, which reads the finished part"
     raise ValueError(
-        f"{done[0]} is quantized already, one of {len(done)}: GPTQ was stopped at {where}. Load the original weights and "
-        f"make the same call{resumed}; or go on with the others: {_LEAVE_OUT_QUANTIZED}. (dequantize_ leaves rounded "
-        "values, which would be rounded twice)"
+        f"{done[0]} is quantized already, one of {len(done)}: GPTQ was stopped at {where}. Load the original weights "
+        f"and make the same call{resumed}; or go on with the others: {_LEAVE_OUT_QUANTIZED}. (dequantize_ leaves "
+        "rounded values, which would be rounded twice)"
     )
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 OPERATORS: dict[Any, Callable[..., Any]] = {}
 """aten operator -> implementation, called with the operator's arguments."""
-NAMED_OPERATORS: dict[str, Callable[..., Any]] = {}
+NAMED_OPERATORS: dict[Any, Callable[..., Any]] = {}
 """The same for operators of libraries that may not be imported yet, by what `str` gives of them."""
 FUNCTIONS: dict[Any, Callable[..., Any]] = {}
 """Python function -> eager short cut, which may return NotImplemented to leave the call to the dispatcher."""

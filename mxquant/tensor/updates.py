@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from mxquant.tensor.dispatch import implements, implements_function
+from mxquant.tensor.dispatch import FUNCTIONS, implements
 from mxquant.tensor.mxtensor import MXTensor
 
 aten = torch.ops.aten
@@ -67,6 +67,6 @@ def view_dtype(tensor: MXTensor, dtype: torch.dtype) -> NoReturn:
     raise NotImplementedError(f"the bits of {tensor!r} cannot be viewed as {dtype}; {_DEQUANTIZE}; {_DISK}")
 
 
-@implements_function(torch.Tensor.numpy)
+@implements(torch.Tensor.numpy, table=FUNCTIONS)
 def numpy(tensor: MXTensor, **options: Any) -> NoReturn:
     raise NotImplementedError(f"{tensor!r} is no array of its values; {_DEQUANTIZE}; {_DISK}")
