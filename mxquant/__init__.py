@@ -12,6 +12,8 @@ from mxquant.backends import list_backends, register_backend
 from mxquant.checkpoints import load_state, save_state
 from mxquant.config import GPTQ, MXFP4Config, MXFP6Config, MXFP8Config, NVFP4Config, mxfp4, mxfp6, mxfp8, nvfp4
 from mxquant.explanation import explain
+from mxquant.integrations import experts_implementation as _experts  # registers it with transformers
+from mxquant.integrations import peft as _peft  # refuses adapters that cannot work when they are attached
 from mxquant.integrations import torchao as _torchao  # registers the configs with torchao
 from mxquant.integrations.pretrained import from_pretrained
 from mxquant.integrations.saving import save_pretrained

@@ -47,10 +47,10 @@ def quantize_(
     is then either quantized wherever it is registered or as it was, and the log says where it stopped and how to go on.
     Earlier weights are not restored: each original is freed as soon as it is replaced.
 
-    By default every `nn.Linear` is quantized except MoE routers and output embeddings, and so are the stacked experts
-    of every block whose layout is known (`register_experts_layout`). The module `mxquant.select` explains the keys of a
-    mapping. Experts of unknown layout stay as they are, with a warning. Quantized weights are frozen. Tied weights are
-    quantized once and stay tied. `summary(model)` tells what is skipped, and why.
+    By default every `nn.Linear` (and `Conv1D` of transformers) is quantized except MoE routers and output embeddings,
+    and so are the stacked experts of every block whose layout is known (`register_experts_layout`). The module
+    `mxquant.select` explains the keys of a mapping. Experts of unknown layout stay, with a warning. Quantized weights
+    are frozen. Tied weights are quantized once and stay tied. `summary(model)` tells what is skipped, and why.
 
     Args:
         config: a config such as `MXFP4Config()`, a format's name such as "mxfp4", a dict such as
@@ -81,6 +81,7 @@ def quantize_(
         raise TypeError(f"filter_fn must be a function (module, name) -> bool, or None; got {filter_fn!r}")
     device = _usable_device(device)
     selection = select_weights(model, resolve_mapping(config), filter_fn)
+    _refuse_after_stop(model, selection.targets)
     for target in selection.targets:
         check_target(target, device=device)
     batches = check_calibration(calibration, selection.targets)
@@ -90,6 +91,7 @@ def quantize_(
     _warn_of_experts(selection.skips)
     _warn_of_filter(selection)
     _quantize_all(selection.targets, device, model, batches, saved)
+    model.__dict__.pop(_STOPPED, None)
     record_skips(selection)
 
 
@@ -101,6 +103,7 @@ def dequantize_(model: nn.Module) -> None:
     can be cast, trained and saved as any other.
     """
     _check_model("dequantize_", model)
+    model.__dict__.pop(_STOPPED, None)
     ordinary: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():
         module.__dict__.pop(SKIP_REASON, None)
@@ -149,6 +152,8 @@ def summary(
     )
 
 
+_STOPPED = "_mxquant_stopped"
+"""The attribute of a model on which GPTQ was stopped: at which weight, and the folder of finished stages or None."""
 _LEAVE_OUT_QUANTIZED = (
     "filter_fn=lambda module, name: not any(isinstance(p, mxquant.MXTensor) for p in module.parameters(recurse=False))"
 )
@@ -169,6 +174,7 @@ def _quantize_all(
     from tqdm.auto import tqdm
 
     calibrated = [target for target in targets if target.config.gptq is not None]
+    uses_gptq = bool(calibrated)
     is_sequential = any(target.config.gptq.sequential for target in calibrated if target.config.gptq)
     rounded = [target for target in reversed(targets) if target.config.gptq is None]
     targets.clear()
@@ -194,7 +200,28 @@ def _quantize_all(
             round_all()
         except BaseException:
             _log_stop(name, done, total, saved)
+            if done and uses_gptq:
+                model.__dict__[_STOPPED] = name, None if saved is None else str(saved.folder)
             raise
+
+
+def _refuse_after_stop(model: nn.Module, targets: list[Target]) -> None:
+    """Refuse to quantize the finished part of a stopped GPTQ anew, with the ways to go on.
+
+    Raises:
+        ValueError: GPTQ was stopped on this model, and a target is quantized.
+    """
+    stopped = model.__dict__.get(_STOPPED)
+    done = [target.name for target in targets if _is_quantized(target.parameter)]
+    if stopped is None or not done:
+        return
+    where, folder = stopped
+    resumed = "" if folder is None else f" with resume={folder!r}, which reads the finished part"
+    raise ValueError(
+        f"{done[0]} is quantized already, one of {len(done)}: GPTQ was stopped at {where}. Load the original weights "
+        f"and make the same call{resumed}; or go on with the others: {_LEAVE_OUT_QUANTIZED}. (dequantize_ leaves "
+        "rounded values, which would be rounded twice)"
+    )
 
 
 def _log_stop(name: str, done: int, total: int, saved: SavedStages | None) -> None:

@@ -9,14 +9,14 @@ The classes derive from `torchao.core.config.AOBaseConfig`, so that `torchao.qua
 from __future__ import annotations
 
 import abc
-import difflib
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 from torchao.core.config import AOBaseConfig
 
+from mxquant.config_hints import FIELDS_ELSEWHERE, activation_hint, field_hint, format_hint, type_hint
 from mxquant.formats.spec import FORMAT_ALIASES, WEIGHT_FORMATS, get_format
 from mxquant.scheme import Scheme
 
@@ -69,6 +69,14 @@ class _MXConfig(AOBaseConfig):
     rotation: int | None = None
     algorithm: str | GPTQ = "rtn"
 
+    def __new__(cls, *args: object, **keywords: object) -> _MXConfig:
+        """Refuse unknown keywords, with the remedy. The dataclass would only say that they are unexpected."""
+        known = [option.name for option in fields(cls)]
+        for name in keywords.keys() - set(known):
+            hint = field_hint(name, known)
+            raise TypeError(f"{cls.__name__} got an unexpected keyword {name!r}; use any of {', '.join(known)}{hint}")
+        return super().__new__(cls)
+
     @property
     @abc.abstractmethod
     def format(self) -> str:
@@ -112,6 +120,7 @@ class _MXConfig(AOBaseConfig):
             _ = self.activation_format
         except (TypeError, ValueError) as error:
             others = f"activation can also be 'same' (here: {self.format}) or None (weight-only)"
+            others += activation_hint(self.activation)
             raise type(error)(f"activation={self.activation!r}: {error}; {others}") from None
         _ = self.scheme
         if not isinstance(self.algorithm, GPTQ) and self.algorithm not in ALGORITHMS:
@@ -212,7 +221,9 @@ def _format_of(family: str, element: object) -> str:
     if element in accepted:
         return f"{family}_{element}"
     kind = ValueError if isinstance(element, str) else TypeError
-    raise kind(f"element {element!r} is unknown to {family}; use one of {', '.join(accepted)}")
+    near = [name for name in accepted if name in str(element).lower()]
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    raise kind(f"element {element!r} is unknown to {family}; use one of {', '.join(accepted)}{hint}")
 
 
 def mxfp4(**fields: Any) -> MXFP4Config:
@@ -237,10 +248,14 @@ def nvfp4(**fields: Any) -> NVFP4Config:
 
 _SHORTHANDS = {"mxfp4": mxfp4, "mxfp6": mxfp6, "mxfp8": mxfp8, "nvfp4": nvfp4}
 CONFIG_FIELDS = ("weight", *(option.name for option in fields(_MXConfig)))
+_FIELDS_OR_MISTAKEN = {*CONFIG_FIELDS, *FIELDS_ELSEWHERE}
 _ACCEPTED = (
     f"a config such as MXFP4Config(), a format's name ({', '.join((*WEIGHT_FORMATS, *FORMAT_ALIASES))}), "
     "a dict such as {'weight': 'mxfp4', 'activation': None}, or None to skip"
 )
+
+_SHOWN = 80
+"""Characters of a value in a message. The repr of another library's config has many lines."""
 
 
 def resolve_config(value: object) -> _MXConfig | None:
@@ -261,20 +276,24 @@ def resolve_config(value: object) -> _MXConfig | None:
         return _config_from_dict(value)
     if isinstance(value, type) and issubclass(value, _MXConfig):
         raise TypeError(f"{value.__name__} is the class; pass an instance: {value.__name__}()")
-    hint = "; use torchao.quantization.quantize_ for torchao's own configs" if isinstance(value, AOBaseConfig) else ""
-    raise TypeError(f"{value!r} is not a config; use {_ACCEPTED}{hint}")
+    for name, shorthand in _SHORTHANDS.items():
+        if value is shorthand:
+            raise TypeError(f"{name} is the function; call it for a config: {name}()")
+    shown = " ".join(repr(value).split())
+    shown = shown if len(shown) <= _SHOWN else f"{shown[:_SHOWN]}..."
+    raise TypeError(f"{shown} is not a config; use {_ACCEPTED}{type_hint(value)}")
 
 
 def resolve_mapping(config: object) -> dict[str, _MXConfig | None]:
     """`config` as a mapping from keys (kinds, names, patterns) to configs, or to None for what is skipped.
 
     A single config applies to every linear and all experts. A dict is a single config if it has the key "weight" and
-    otherwise only fields of a config.
+    otherwise only fields of a config, known or mistaken.
 
     Raises:
         ValueError, TypeError: as `resolve_config`, naming the key; an empty mapping; None; a key that is not a string.
     """
-    if isinstance(config, Mapping) and not ("weight" in config and set(config) <= set(CONFIG_FIELDS)):
+    if isinstance(config, Mapping) and not ("weight" in config and set(config) <= _FIELDS_OR_MISTAKEN):
         if not config:
             raise ValueError(f"the config mapping is empty; give it keys such as 'linear', or pass {_ACCEPTED}")
         return {key: _resolve_entry(key, value) for key, value in config.items()}
@@ -282,12 +301,6 @@ def resolve_mapping(config: object) -> dict[str, _MXConfig | None]:
     if resolved is None:
         raise TypeError(f"config is None, which quantizes nothing; use {_ACCEPTED} (None only as a mapping's value)")
     return {EVERY_KIND: resolved}
-
-
-def suggestion(name: str, known: Iterable[str]) -> str:
-    """ "; did you mean ...?" if `known` has a name similar to `name`, else ""."""
-    near = difflib.get_close_matches(name, list(known), n=1)
-    return f"; did you mean {near[0]!r}?" if near else ""
 
 
 def _resolve_entry(key: object, value: object) -> _MXConfig | None:
@@ -305,7 +318,7 @@ def _named_config(name: str, **options: Any) -> _MXConfig:
     """The config whose weight format is `name`, with `options` for its other fields."""
     known = (*WEIGHT_FORMATS, *FORMAT_ALIASES)
     if name not in known:
-        raise ValueError(f"{name!r} is not a config; use {_ACCEPTED}{suggestion(name, known)}")
+        raise ValueError(f"{name!r} is not a config; use {_ACCEPTED}{format_hint(name)}")
     family, _, element = name.partition("_")
     if family in _SHORTHANDS:
         return _SHORTHANDS[family](*[element] if element else [], **options)
@@ -322,6 +335,6 @@ def _config_from_dict(value: Mapping[object, object]) -> _MXConfig:
         )
     for key in options:
         if key not in CONFIG_FIELDS:
-            near = suggestion(str(key), CONFIG_FIELDS)
-            raise ValueError(f"{key!r} is not a field of a config; use any of {', '.join(CONFIG_FIELDS)}{near}")
+            hint = field_hint(str(key), CONFIG_FIELDS)
+            raise ValueError(f"{key!r} is not a field of a config; use any of {', '.join(CONFIG_FIELDS)}{hint}")
     return _named_config(weight, **{str(key): option for key, option in options.items()})

@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from mxquant.modules.linear import linear_k_axis
 from mxquant.modules.sites import SKIP_REASON, join
 from mxquant.tables import html_table, text_table
 from mxquant.tensor import MXTensor
@@ -171,8 +172,10 @@ def _holders(model: nn.Module) -> list[tuple[Tensor, list[_Holder]]]:
 
 def _quantized_row(weight: MXTensor, holders: list[_Holder], backend: str, sqnr_db: float | None) -> QuantizedWeight:
     (name, module), *others = holders
-    kinds = ((nn.Linear, "linear"), (nn.Embedding, "embedding"), (nn.Module, type(module).__name__))
-    kind = next(kind for base, kind in kinds if any(isinstance(holder, base) for _, holder in holders))
+    if any(linear_k_axis(holder) is not None for _, holder in holders):
+        kind = "linear"
+    else:
+        kind = "embedding" if any(isinstance(holder, nn.Embedding) for _, holder in holders) else type(module).__name__
     if weight.dim() == 3:
         kind = "moe"
     bits = 8 * weight.nbytes / weight.numel()

@@ -4,8 +4,8 @@ Every parameter of two or more dimensions becomes either a `Target` or a `Skip` 
 
 The keys of a mapping:
 
-- "linear" and "moe" are kinds: the weights of `nn.Linear` modules, and stacked experts. They are always kinds. A module
-  that is itself called "linear" is named by "re:linear".
+- "linear" and "moe" are kinds: the weights of `nn.Linear` modules (and of transformers' `Conv1D`), and stacked experts.
+  They are always kinds. A module that is itself called "linear" is named by "re:linear".
 - A parameter's name means that parameter. A module's name means all below it.
 - A pattern means every parameter or module whose whole name it matches, and all below such a module. It is a glob
   ("*.q_proj", with `*`, `?` and `[...]` as in `fnmatch`; `*` crosses dots), or "re:" and a regular expression.
@@ -30,7 +30,8 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from mxquant.config import CONFIG_FIELDS, EVERY_KIND, KINDS, _MXConfig, suggestion
+from mxquant.config import CONFIG_FIELDS, EVERY_KIND, KINDS, _MXConfig
+from mxquant.config_hints import FIELDS_ELSEWHERE, suggestion
 from mxquant.modules.quantize_target import Target
 from mxquant.modules.sites import Site, TiedSites, find_sites, join, lineage
 
@@ -199,7 +200,7 @@ class _Key:
         more = f" and {len(reasons) - 3} more" if len(reasons) > 3 else ""
         raise ValueError(
             f"{self._described} selects nothing: it covers {', '.join(reasons[:3]) or 'no weight'}{more}; "
-            "name nn.Linear or nn.Embedding modules or experts, or map it to None"
+            "name nn.Linear, Conv1D (transformers) or nn.Embedding modules or experts, or map it to None"
         )
 
     @property
@@ -209,8 +210,8 @@ class _Key:
     def _matches_nothing(self, names: set[str]) -> str:
         what = "is a kind that this model has none of" if self.level == _KIND else "matches no module or parameter"
         near = "" if self.level == _KIND else suggestion(self.text, (*KINDS, *names))
-        if self.text in CONFIG_FIELDS:
-            near = f"; a dict that is one config has only the keys {', '.join(CONFIG_FIELDS)}"
+        if self.text in FIELDS_ELSEWHERE or suggestion(self.text, CONFIG_FIELDS):
+            near += f"; a dict that is one config has only the keys {', '.join(CONFIG_FIELDS)}"
         if self.text == EVERY_KIND:
             return (
                 "the config selects nothing: this model has neither nn.Linear modules nor experts. An nn.Embedding is "

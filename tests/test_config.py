@@ -5,6 +5,7 @@ import pickle
 from typing import Any
 
 import pytest
+import torch
 from torchao.core.config import AOBaseConfig
 from torchao.quantization import Int8WeightOnlyConfig
 
@@ -135,6 +136,15 @@ def test_shorthands() -> None:
             "activation_scale_mode='even'.*fp8_e4m3, which has .* no modes",
         ),
         (lambda: MXFP4Config(backend=None), TypeError, "backend must be 'auto' or a name .*None"),
+        (lambda: MXFP4Config(block_size=16), TypeError, "keyword 'block_size'; use any of activation, .* is fixed: 32"),
+        (lambda: mxfp4(activations=None), TypeError, "keyword 'activations'; .* did you mean 'activation'"),
+        (lambda: mxfp4(filter_fn=len), TypeError, "'filter_fn'; .* an argument of quantize_, not of the config"),
+        (lambda: mxfp8(weight_only=True), TypeError, "'weight_only'; use any of .*element.*; activation=None is"),
+        (lambda: MXFP4Config(activation=False), TypeError, "activation=False.* did you mean activation=None"),
+        (lambda: MXFP4Config(activation=torch.bfloat16), TypeError, "did you mean activation=None"),
+        (lambda: MXFP4Config(activation="MXFP6"), ValueError, "did you mean 'mxfp6_e2m3' or 'mxfp6_e3m2'"),
+        (lambda: MXFP4Config(algorithm="awq"), ValueError, "'awq' is unknown; use 'rtn', 'gptq'"),
+        (lambda: MXFP8Config(torch.float8_e4m3fn), TypeError, "did you mean 'e4m3'"),
         (lambda: MXFP6Config("e4m3"), ValueError, "element 'e4m3' is unknown to mxfp6; use one of e2m3, e3m2"),
         (lambda: MXFP8Config(4), TypeError, "element 4 is unknown to mxfp8; use one of e4m3, e5m2"),
     ],
@@ -174,6 +184,21 @@ def test_values(value: object, config: object) -> None:
 @pytest.mark.parametrize(
     "value, error, message",
     [
+        (mxfp4, TypeError, r"mxfp4 is the function; call it for a config: mxfp4\(\)"),
+        ("MXFP4", ValueError, "'MXFP4' is not a config; use .* did you mean 'mxfp4'"),
+        ("fp4", ValueError, "did you mean 'mxfp4' or 'nvfp4'"),
+        ("mx_fp4", ValueError, "did you mean 'mxfp4'"),
+        ("nvfp4_e2m1", ValueError, r"did you mean 'nvfp4'\?"),
+        ("MXFP8E5M2", ValueError, r"did you mean 'mxfp8_e5m2'\?"),
+        ("int4", ValueError, "there are no integer formats, of that size there is 'mxfp4' or 'nvfp4'"),
+        ("w4a16", ValueError, "w4a16 is 'mxfp4' or 'nvfp4' with activation=None"),
+        (torch.float4_e2m1fn_x2, TypeError, "torch.float4_e2m1fn_x2 is not .* did you mean 'mxfp4' or 'nvfp4'"),
+        (torch.float8_e5m2, TypeError, "did you mean 'mxfp8_e5m2'"),
+        (8, TypeError, "8 is not a config; .* did you mean 'mxfp8_e4m3' or"),
+        (True, TypeError, "True is not a config; .* None to skip$"),
+        (Int8WeightOnlyConfig, TypeError, "torchao.quantization.quantize_ for torchao's own"),
+        ({"weight": "mxfp4", "block_size": 16}, ValueError, "'block_size' is not a field .* block is fixed: 32"),
+        ({"weight": "mxfp4", "activation": "none"}, ValueError, "did you mean activation=None"),
         ("mxpf4", ValueError, "'mxpf4' is not a config; use .*mxfp4.*did you mean 'mxfp4'"),
         ("fp8_e4m3", ValueError, "'fp8_e4m3' is not a config"),
         (4, TypeError, "4 is not a config; use .* None to skip"),
@@ -196,6 +221,16 @@ def test_bad_values_are_refused(value: object, error: type[Exception], message: 
         resolve_config(value)
     with pytest.raises(error, match=f"config of key 'linear': .*{message}"):
         resolve_mapping({"linear": value})
+
+
+def test_configs_of_transformers_are_pointed_to_from_pretrained() -> None:
+    transformers = pytest.importorskip("transformers")
+    for value in (transformers.Mxfp4Config, transformers.BitsAndBytesConfig(load_in_4bit=True)):
+        with pytest.raises(
+            TypeError, match=r"config of transformers, for from_pretrained\(\.\.\., quantization_"
+        ) as info:
+            resolve_config(value)
+        assert "\n" not in str(info.value)
 
 
 @pytest.mark.parametrize("value", ["mxfp4", MXFP4Config(), {"weight": "mxfp4"}], ids=str)

@@ -21,13 +21,14 @@ PACKAGE = ROOT / "mxquant"
 # Outside, "kernels" stands for all of them; to these folders it is what its `__init__` holds.
 BELOW_KERNELS = {"formats", "reference", "kernels", "kernels.primitives", "kernels.runtime"}
 BELOW_TENSOR = {"formats", "reference", "kernels", "ops", "scheme", "backends"}
-BELOW_MODULES = BELOW_TENSOR | {"tensor", "config"}
+BELOW_MODULES = BELOW_TENSOR | {"tensor", "config", "config_hints"}
 BELOW_ALGORITHMS = BELOW_MODULES | {"modules", "select"}
 BELOW_API = BELOW_ALGORITHMS | {"algorithms", "report"}
 ALLOWED = {
     "formats": set(),
     "scheme": {"formats"},
-    "config": {"formats", "scheme"},
+    "config_hints": {"formats"},
+    "config": {"formats", "scheme", "config_hints"},
     "reference": {"formats"},
     "kernels": set(),
     "kernels.primitives": {"formats"},
@@ -193,11 +194,13 @@ def test_a_wrong_import_is_noticed(source: str) -> None:
     assert misdirected_imports(source, "formats")
 
 
-def test_config_imports_only_formats_and_scheme() -> None:
+def test_config_imports_only_formats_scheme_and_its_hints() -> None:
     """A config is made before anything is quantized, and by code that has no tensor."""
-    tree = ast.parse((PACKAGE / "config.py").read_text())
-    modules = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module}
-    assert {module for module in modules if module.startswith("mxquant")} <= {"mxquant.formats.spec", "mxquant.scheme"}
+    allowed = {"mxquant.formats.spec", "mxquant.scheme", "mxquant.config_hints"}
+    for name in ("config.py", "config_hints.py"):
+        tree = ast.parse((PACKAGE / name).read_text())
+        modules = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module}
+        assert {module for module in modules if module.startswith("mxquant")} <= allowed
 
 
 @pytest.mark.parametrize(

@@ -360,3 +360,22 @@ def test_formats_mix_in_one_model() -> None:
         "layers.0.attn.o_proj.weight": B,
         "layers.0.mlp.weight": MXFP6Config(activation=None),
     }
+
+
+@pytest.mark.parametrize("layer", [nn.Linear(4, 4), nn.Linear(15, 64), nn.Linear(1, 4096)], ids=str)
+def test_a_linear_that_fills_no_block_is_skipped_unless_named(layer: nn.Linear) -> None:
+    model = nn.ModuleDict({"coefs": layer, "proj": nn.Linear(16, 1)})
+    selection = select_weights(model, resolve_mapping("mxfp4"))
+    assert [target.name for target in selection.targets] == ["proj.weight"]
+    assert [skip.reason for skip in selection.skips] == ["fewer than 16 input features, no format's block"]
+    named = select_weights(model, resolve_mapping({"linear": "mxfp4", "coefs": "mxfp8"}))
+    assert {target.name: target.config for target in named.targets} == {"coefs.weight": B, "proj.weight": A}
+
+
+def test_a_small_linear_alone_is_quantized() -> None:
+    assert len(select_weights(nn.Linear(4, 4), resolve_mapping("mxfp4")).targets) == 1
+
+
+def test_only_small_linears_are_refused_with_the_remedy() -> None:
+    with pytest.raises(ValueError, match=r"selects nothing: it covers 0.weight \(fewer than 16 .*, unless named\)"):
+        select_weights(nn.Sequential(nn.Linear(4, 4)), resolve_mapping("mxfp4"))

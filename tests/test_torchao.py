@@ -47,7 +47,7 @@ def test_torchaos_filter_decides() -> None:
 
 def test_modules_that_cannot_be_quantized_are_refused() -> None:
     model = nn.Sequential(nn.Conv1d(4, 4, 1))
-    with pytest.raises(ValueError, match=r"Conv1d\(.*\) cannot be quantized, only nn.Linear and .* can; .* filter_fn"):
+    with pytest.raises(ValueError, match=r"Conv1d\(.*\) cannot be quantized, only nn.Linear, .* can; .* filter_fn"):
         torchao.quantization.quantize_(model, MXFP4Config(), filter_fn=lambda module, name: name == "0")
 
 

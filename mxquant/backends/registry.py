@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import functools
 import logging
 from typing import TypeVar
@@ -14,6 +15,7 @@ from mxquant.backends.triton import Triton
 
 _logger = logging.getLogger("mxquant")
 _backends: dict[str, Backend] = {backend.name: backend for backend in (FP8(), FP16(), Triton(), Emulation())}
+_DEVICES = ("cuda", "gpu", "cpu", "hip", "rocm", "xpu", "mps")
 _B = TypeVar("_B", bound=type[Backend])
 
 
@@ -147,5 +149,10 @@ def _log_emulation(device_type: str) -> None:
 
 def _known(name: str) -> str:
     if name not in _backends:
-        raise ValueError(f"backend {name!r} is unknown; registered: {', '.join(_backends)}")
+        hint = ""
+        if name.partition(":")[0].lower() in _DEVICES:
+            hint = '; a device is no backend: leave backend="auto", which chooses one by the device of the weight'
+        elif near := difflib.get_close_matches(name.lower(), _backends, n=1):
+            hint = f"; did you mean {near[0]!r}?"
+        raise ValueError(f"backend {name!r} is unknown; registered: {', '.join(_backends)}{hint}")
     return name

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fnmatch
-import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor
 
 from mxquant.checkpoints.files import Checkpoint, Documents
+from mxquant.checkpoints.patterns import matches_start
 from mxquant.checkpoints.weight_spec import WeightSpec
 from mxquant.formats import get_format
 from mxquant.scheme import Scheme
@@ -209,12 +209,12 @@ def matches(pattern: str, name: str) -> bool:
     """Whether an entry of a config's module list names the module `name`.
 
     An entry is the name itself, a glob, or "re:" and a regular expression that is matched from the start.
+
+    Raises:
+        ValueError: an invalid regular expression, or one that would take too long.
     """
     if pattern.startswith("re:"):
-        try:
-            return re.match(pattern[3:], name) is not None
-        except re.error as error:
-            raise ValueError(f"{pattern!r} in the checkpoint's config is no regular expression: {error}") from None
+        return matches_start(pattern[3:], name)
     return fnmatch.fnmatchcase(name, pattern)
 
 

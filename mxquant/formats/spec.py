@@ -6,6 +6,8 @@ E4M3 scale a block and one fp32 scale a tensor).
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 MX_SCALE_MODES = ("floor", "even", "ceil", "rceil", "even_fp4")
@@ -147,9 +149,28 @@ def get_format(name: str, *, activation: bool = False) -> Format:
     if fmt is not None and (activation or fmt.block_size is not None):
         return fmt
     why = "is unknown" if fmt is None else "is for activations only"
+    near = " or ".join(map(repr, similar_formats(name, ACTIVATION_FORMATS if activation else WEIGHT_FORMATS)))
     raise ValueError(
         f"format {name!r} {why}; use one of {_choices(activation)} (mxfp6 stands for mxfp6_e2m3, mxfp8 for mxfp8_e4m3)"
+        + (f"; did you mean {near}?" if near else "")
     )
+
+
+def similar_formats(text: str, known: Iterable[str]) -> list[str]:
+    """At most two of the names `known` that `text` may mean: another spelling, its element's name, or its bits."""
+    folded = re.sub("[^a-z0-9]", "", text.removeprefix("torch.").lower())
+    bits = next(iter(re.findall(r"(?<!\d)[468](?!\d)", text)), None)
+    named: dict[str, list[str]] = {"name": [], "element": [], "bits": []}
+    for name in known:
+        fmt = FORMATS[FORMAT_ALIASES.get(name, name)]
+        family, _, _ = name.partition("_")
+        if folded in (name.replace("_", ""), f"{family}{fmt.element.name}"):
+            named["name"].append(name)
+        elif fmt.element.name in folded and name not in FORMAT_ALIASES:
+            named["element"].append(name)
+        elif bits == str(fmt.element.bits) and name not in FORMAT_ALIASES:
+            named["bits"].append(name)
+    return next((names[:2] for names in named.values() if names), [])
 
 
 def _choices(activation: bool) -> str:

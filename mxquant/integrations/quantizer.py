@@ -24,7 +24,8 @@ from mxquant.api import dequantize_, record_skips
 from mxquant.backends.base import Operand
 from mxquant.checkpoints.files import headers_of
 from mxquant.checkpoints.native import described_in
-from mxquant.config import CONFIG_FIELDS, _MXConfig, resolve_mapping, suggestion
+from mxquant.config import CONFIG_FIELDS, _MXConfig, resolve_mapping
+from mxquant.config_hints import suggestion
 from mxquant.formats import get_format
 from mxquant.integrations.device_map import REMEDY, whole_state
 from mxquant.integrations.sharding import refuse_inexact_shards, refuse_saved_shards

@@ -23,7 +23,7 @@ def _quantize_module(module: nn.Module, config: _MXConfig) -> nn.Module:
     sites = [site for group in find_sites(module) for site in group if site.module is module]
     site = next((site for site in sites if site.kind in ("linear", "embedding")), None)
     if site is None or site.impossible:
-        why = f" ({site.impossible})" if site else ", only nn.Linear and nn.Embedding can"
+        why = f" ({site.impossible})" if site else ", only nn.Linear, transformers' Conv1D and nn.Embedding can"
         raise ValueError(f"{name} cannot be quantized{why}; give torchao's quantize_ a filter_fn that leaves it out")
     target = Target((replace(site, module_name=name),), config)
     if config.gptq is not None:

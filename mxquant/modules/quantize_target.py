@@ -45,8 +45,7 @@ class Target(TiedSites):
     @property
     def k_axis(self) -> int:
         """The axis that its matmul contracts."""
-        site = self.sites[0]
-        return -1 if site.layout is None else site.layout.k_axis[site.attribute]
+        return self.sites[0].k_axis
 
     @property
     def scheme(self) -> Scheme:

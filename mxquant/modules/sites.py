@@ -9,12 +9,22 @@ from typing import Literal
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from mxquant.formats.spec import FORMATS, WEIGHT_FORMATS
 from mxquant.modules.experts import ExpertsLayout
 from mxquant.modules.experts_layouts import experts_layout, unknown_experts
+from mxquant.modules.linear import has_own_forward, linear_k_axis
 
 SKIP_REASON = "_mxquant_skipped"
 """The attribute of a module that says why parameters of its own are not quantized: a reason by parameter name."""
 
+MIN_IN_FEATURES = min(FORMATS[name].block_size or 1 for name in WEIGHT_FORMATS)
+"""A linear layer inside a model with fewer input features is skipped unless a key names it.
+
+Its rows fill no format's block, so that scales take much of what codes save: MXFP4 has 6 bits a weight at 4 features,
+16 at 1. Such layers mix coefficients (AltUp of Gemma3n, 4 x 4) or read coordinates; none holds a model's memory.
+"""
+_PEFT_WRAPPERS = {"BaseTunerLayer", "AuxiliaryTrainingWrapper"}
+"""The classes by which peft wraps a layer. peft is optional, so they are recognized by name."""
 _OUTPUT_EMBEDDINGS = {"lm_head", "embed_out"}
 
 
@@ -36,6 +46,13 @@ class Site:
     @property
     def name(self) -> str:
         return join(self.module_name, self.attribute)
+
+    @property
+    def k_axis(self) -> int:
+        """The axis that the module's matmul contracts."""
+        if self.layout is not None:
+            return self.layout.k_axis[self.attribute]
+        return linear_k_axis(self.module) or -1
 
     @property
     def biases(self) -> list[nn.Parameter]:
@@ -80,7 +97,7 @@ def find_sites(model: nn.Module) -> list[tuple[Site, ...]]:
     tied = []
     for group in groups.values():
         impossible = next((site.impossible for site in group if site.impossible), None)
-        if len({None if site.layout is None else site.layout.k_axis[site.attribute] for site in group}) > 1:
+        if len({(site.k_axis, site.layout is None) for site in group}) > 1:
             impossible = "tied weights that are not multiplied alike"
         tied.append(tuple(replace(site, impossible=impossible) for site in group))
     return tied
@@ -88,6 +105,7 @@ def find_sites(model: nn.Module) -> list[tuple[Site, ...]]:
 
 def _sites(model: nn.Module) -> Iterator[Site]:
     modules = dict(model.named_modules(remove_duplicate=False))
+    adapters = _adapters(modules)
     outputs = _output_embedding_weights(model, modules)
     for module_name, module in modules.items():
         for attribute, parameter in module._parameters.items():
@@ -95,18 +113,33 @@ def _sites(model: nn.Module) -> Iterator[Site]:
                 continue
             site = Site(module, module_name, attribute, parameter)
             parent = modules.get(module_name.rpartition(".")[0]) if module_name else None
-            if isinstance(module, nn.Linear) and attribute == "weight":
-                yield _linear_site(site, parent, id(parameter) in outputs)
+            if linear_k_axis(module) is not None and attribute == "weight":
+                linear = _linear_site(site, parent, id(parameter) in outputs)
+                in_adapter = any(name in adapters for name in lineage(module_name))
+                yield replace(linear, left_alone="adapter of peft") if in_adapter else linear
             elif isinstance(module, nn.Embedding) and attribute == "weight":
                 yield replace(site, kind="embedding", left_alone="embedding", impossible=_embedding_fault(module))
             elif is_lazy(parameter) or parameter.is_floating_point():
                 yield _other_site(site, parent)
 
 
+def _adapters(modules: Mapping[str, nn.Module]) -> set[str]:
+    """The modules that peft put beside the layers that it wraps: `lora_A`, `lora_B`, copies that are trained."""
+    return {
+        join(name, child)
+        for name, module in modules.items()
+        if any(base.__name__ in _PEFT_WRAPPERS and base.__module__.startswith("peft.") for base in type(module).__mro__)
+        for child in module._modules
+        if child not in ("base_layer", "original_module")
+    }
+
+
 def _linear_site(site: Site, parent: nn.Module | None, is_output: bool) -> Site:
     left_alone = impossible = None
-    if type(site.module).forward is not nn.Linear.forward:
+    if has_own_forward(site.module):
         impossible = f"{type(site.module).__name__} has a forward of its own"
+    elif site.module_name and not is_lazy(site.parameter) and site.parameter.shape[site.k_axis] < MIN_IN_FEATURES:
+        left_alone = f"fewer than {MIN_IN_FEATURES} input features, no format's block"
     elif is_output or site.module_name.rpartition(".")[2] in _OUTPUT_EMBEDDINGS:
         left_alone = "output embedding"
     elif _is_router(site, parent):
@@ -152,7 +185,11 @@ def _is_torch_layer(module: nn.Module) -> bool:
 
 def _is_router(site: Site, parent: nn.Module | None) -> bool:
     path = site.module_name.split(".")
-    if "router" in path[-2:] or path[-1] == "shared_expert_gate" or type(site.module).__name__.endswith("Router"):
+    if (
+        "router" in path[-2:]
+        or path[-1].endswith(("_router", "shared_expert_gate"))
+        or type(site.module).__name__.endswith("Router")
+    ):
         return True
     if parent is None or not hasattr(parent, "experts"):
         return False

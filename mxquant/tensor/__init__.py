@@ -1,7 +1,7 @@
 """The tensor subclass and its operators."""
 
 # These fill the operator tables.
-from mxquant.tensor import grouped, lifecycle, matmul, state, views
+from mxquant.tensor import grouped, lifecycle, matmul, state, updates, views
 from mxquant.tensor.choose import as_weight, describe, requested_backend
 from mxquant.tensor.construct import quantize
 from mxquant.tensor.grouped import grouped_product

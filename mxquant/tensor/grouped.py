@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mxquant.backends.base import Groups
 from mxquant.reference.gated_activation import GatedActivation
-from mxquant.tensor.dispatch import implements
+from mxquant.tensor.dispatch import NAMED_OPERATORS, implements
 from mxquant.tensor.mxtensor import MXTensor
 from mxquant.tensor.product import gate_arguments, gate_of, product
 
@@ -65,6 +65,12 @@ def grouped_mm(
         )
     y = product(a, b, -2, groups=Groups(offs))
     return y if out_dtype is None else y.to(out_dtype)
+
+
+@implements("transformers.grouped_mm_fallback.default", table=NAMED_OPERATORS)
+def _grouped_mm_fallback(input: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
+    """transformers' "grouped_mm" calls this operator when it is compiled or exported with other dtypes than bf16."""
+    return grouped_mm(input, weight, offs)
 
 
 def _grouped_product(

@@ -23,15 +23,25 @@ aten = torch.ops.aten
 @implements(F.linear, table=FUNCTIONS)
 def linear_eager(x: Any, weight: Any, bias: Any = None) -> Any:
     """F.linear without its way through autograd and views, where nothing needs a gradient or a cast."""
+    return product(x, weight, -1, bias) if _is_plain_call(x, weight, bias) else NotImplemented
+
+
+@implements(torch.addmm, table=FUNCTIONS)
+def addmm_eager(bias: Any, x: Any, weight: Any, **options: Any) -> Any:
+    """`torch.addmm` likewise, as transformers' Conv1D calls it."""
+    if options or type(bias) not in (Tensor, torch.nn.Parameter) or bias.dim() != 1:
+        return NotImplemented
+    return product(x, weight, -2, bias) if _is_plain_call(x, weight, bias) else NotImplemented
+
+
+def _is_plain_call(x: Any, weight: Any, bias: Any) -> bool:
+    """Whether x multiplies a quantized matrix on a real device, without autocast and without a gradient."""
     if type(x) is not Tensor or not isinstance(weight, MXTensor) or weight.dim() != 2:
-        return NotImplemented
+        return False
     if x.is_meta or torch.is_autocast_enabled(x.device.type):
-        return NotImplemented
-    if torch.is_grad_enabled() and (
-        x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
-    ):
-        return NotImplemented
-    return product(x, weight, -1, bias)
+        return False
+    wants_gradient = x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
+    return not (torch.is_grad_enabled() and wants_gradient)
 
 
 @implements(aten.linear.default)

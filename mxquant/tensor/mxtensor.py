@@ -7,6 +7,7 @@ cannot be done on packed codes raises and names `.dequantize()`: nothing dequant
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import logging
 import sys
@@ -21,7 +22,7 @@ from mxquant.formats.spec import Format, get_format
 from mxquant.scheme import Scheme
 from mxquant.tensor.checks import as_bits, check_multiplier, check_operand
 from mxquant.tensor.dequantize import canonical_form, dequantize
-from mxquant.tensor.dispatch import FUNCTIONS, OPERATORS
+from mxquant.tensor.dispatch import FUNCTIONS, NAMED_OPERATORS, OPERATORS
 from mxquant.tensor.exporters import refuse_torchscript_trace, refuse_unwrapped_export
 from mxquant.tensor.metadata import Metadata, check_dtype, logical_shape, physical_shape
 
@@ -160,6 +161,9 @@ class MXTensor(torch.Tensor):
     @data.setter
     def data(self, value: Tensor) -> None:
         """Take the inner tensors of another MXTensor. torch's own setter would silently change nothing."""
+        if isinstance(value, MXTensor) and value.dtype != self.dtype and self._is_cast_of(value):
+            self._become(value)
+            return
         alike = isinstance(value, MXTensor) and value.metadata == self.metadata
         if not isinstance(value, MXTensor) or not alike or value.shape != self.shape or value.device != self.device:
             raise TypeError(
@@ -167,6 +171,20 @@ class MXTensor(torch.Tensor):
                 "Assign a new torch.nn.Parameter to the module instead"
             )
         self.qdata, self.scale, self.per_tensor_scale, self.activation_scale = value.operand
+
+    def _is_cast_of(self, value: MXTensor) -> bool:
+        """Whether the other has the same shape, device and metadata but for the dtype that it stands for."""
+        recast = dataclasses.replace(value.metadata, dtype=self.metadata.dtype)
+        return recast == self.metadata and value.shape == self.shape and value.device == self.device
+
+    def _become(self, value: MXTensor) -> None:
+        """Exchange this tensor's content for that of `value`, of another dtype, as `module.to()` does.
+
+        `param.data = param.data.float()` comes here, by which peft's `prepare_model_for_kbit_training` casts a model.
+        """
+        new = type(self)(value.operand, value.metadata, value.shape, self.backend)
+        new.__dict__.update(self.foreign_attributes() | self.parameter_mark())
+        torch.utils.swap_tensors(self, new)
 
     @property
     def operand(self) -> Operand:
@@ -233,10 +251,7 @@ class MXTensor(torch.Tensor):
         return scale.detach().reshape(())
 
     def rewrap(
-        self,
-        operand: Operand,
-        metadata: Metadata | None = None,
-        shape: Sequence[int] | None = None,
+        self, operand: Operand, metadata: Metadata | None = None, shape: Sequence[int] | None = None
     ) -> MXTensor:
         """A tensor of the same class and backend with other inner tensors, metadata or shape."""
         shape = self.shape if shape is None else shape
@@ -337,7 +352,7 @@ class MXTensor(torch.Tensor):
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        implementation = OPERATORS.get(func)
+        implementation = OPERATORS.get(func) or NAMED_OPERATORS.get(str(func))
         if implementation is not None:
             return implementation(*args, **kwargs)
         # In inference mode composite operators are not decomposed on the way here.

@@ -22,6 +22,8 @@ def sqnr_db(reference: Tensor, quantized: Tensor) -> float:
     """
     if reference.dim() == 0:
         reference, quantized = reference.reshape(1), quantized.reshape(1)
+    if reference.dim() == 2 and any(isinstance(x, MXTensor) and x.axis == -2 for x in (reference, quantized)):
+        reference, quantized = reference.t(), quantized.t()  # cut between blocks, not inside
     rows = max(1, _CHUNK_ELEMENTS // max(1, math.prod(reference.shape[1:])))
     signal = noise = 0.0
     for start in range(0, reference.shape[0], rows):

@@ -164,7 +164,10 @@ def storage(tensor: MXTensor) -> NoReturn:
     """Refuse: an MXTensor has no storage. safetensors' `save_file` and transformers' `save_pretrained` ask for one."""
     raise TypeError(
         f"{tensor!r} has no storage that could be written as it is; save a transformers model with "
-        "mxquant.save_pretrained(model, path), a state dict with torch.save, or what flatten_state_dict makes of it"
+        "mxquant.save_pretrained(model, path), a state dict with torch.save, or what flatten_state_dict makes of it. "
+        "Accelerate's save_state and diffusers' save_pretrained "
+        "take safe_serialization=False. What sentence-transformers saves can be saved where "
+        "its transformers model was quantized on load, by MXQuantConfig"
     )
 
 

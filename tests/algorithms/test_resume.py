@@ -196,3 +196,38 @@ def test_the_log_says_how_to_resume(
         quantize_(Model(), ROTATED, calibration=batches(), resume=tmp_path)
     assert "stopped at blocks.1.down.weight: 6 of 10 weights" in caplog.text
     assert f"load the model anew and make the same call; 2 stages are saved in {tmp_path}" in caplog.text
+
+
+def not_quantized(module: nn.Module, name: str) -> bool:
+    return not any(isinstance(parameter, MXTensor) for parameter in module.parameters(recurse=False))
+
+
+def test_a_rerun_on_the_stopped_model_is_told_how_to_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not by `dequantize_`, whose values would be rounded twice."""
+    original, data = Model(), batches()
+    expected, model = copy.deepcopy(original), copy.deepcopy(original)
+    quantize_(expected, ROTATED, calibration=data)
+    with monkeypatch.context() as patch:
+        stop_after(patch, calibrate, "gptq", 4)
+        with pytest.raises(Stopped):
+            quantize_(model, ROTATED, calibration=data)
+    with pytest.raises(ValueError, match=r"GPTQ was stopped at blocks\.1\.down\.weight\. Load the original") as info:
+        quantize_(model, ROTATED, calibration=data)
+    assert "call dequantize_" not in str(info.value)
+    assert "filter_fn=lambda module, name: " in str(info.value)
+    quantize_(model, ROTATED, filter_fn=not_quantized, calibration=data)
+    assert_same(model, expected)
+    with pytest.raises(ValueError, match=r"call dequantize_\(model\) first"):  # nothing is stopped any more
+        quantize_(model, ROTATED, calibration=data)
+
+
+def test_a_rerun_with_resume_is_told_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    original, data = Model(), batches()
+    model = copy.deepcopy(original)
+    with monkeypatch.context() as patch:
+        stop_after(patch, calibrate, "gptq", 4)
+        with pytest.raises(Stopped):
+            quantize_(model, ROTATED, calibration=data, resume=tmp_path)
+    with pytest.raises(ValueError, match=r"make the same call with resume='.*', which reads the finished part"):
+        quantize_(copy.deepcopy(model), ROTATED, calibration=data, resume=tmp_path)
+    quantize_(original, ROTATED, calibration=data, resume=tmp_path)

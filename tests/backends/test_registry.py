@@ -181,6 +181,14 @@ def test_an_explicit_backend_is_used() -> None:
     assert_product(F.linear(x, emulated), x.double(), decode64(weight))
 
 
+@pytest.mark.parametrize(
+    "name, hint", [("cuda", 'a device is no backend: leave backend="auto"'), ("Triton", "did you mean 'triton'")]
+)
+def test_a_near_miss_of_a_backends_name_is_answered_with_the_remedy(name: str, hint: str) -> None:
+    with pytest.raises(ValueError, match=f"backend '{name}' is unknown; registered: .*; {hint}"):
+        select_backend(problem(), name)
+
+
 def test_auto_takes_the_native_backend_first() -> None:
     register_backend(Doubling)
     assert type(as_weight(quantize(torch.randn(8, 64), "mxfp4"))) is MXTensor

@@ -87,17 +87,14 @@ def test_trainer_refuses_a_quantized_model_without_an_adapter(plain: Path, tmp_p
         trained(quantized(plain), tmp_path)
 
 
-def test_preparing_for_kbit_training_takes_a_model_in_fp32(plain: Path) -> None:
-    """peft casts what is bf16 by assigning `data`, which packed codes refuse; loaded in fp32 there is nothing to cast,
-    and the codes are as small.
-    """
-    narrow = quantized(plain)
-    with pytest.raises(TypeError, match="cannot set the data"):
-        peft.prepare_model_for_kbit_training(narrow)
-    wide = peft.prepare_model_for_kbit_training(quantized(plain, dtype=torch.float32))
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_preparing_for_kbit_training_keeps_the_codes(plain: Path, dtype: torch.dtype) -> None:
+    """peft casts what is bf16 to fp32 by assigning `data`; codes stand for fp32 values then."""
+    wide = peft.prepare_model_for_kbit_training(quantized(plain, dtype=dtype))
     for name, parameter in quantized(plain).named_parameters():
         if isinstance(parameter, MXTensor):
             assert torch.equal(wide.get_parameter(name).qdata, parameter.qdata)
+            assert wide.get_parameter(name).dtype == torch.float32
     model = adapted(wide)
     model.gradient_checkpointing_enable()
     model.enable_input_require_grads()
