@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from mxquant.formats.spec import Format, get_format, resolve_scale_mode
+from mxquant.formats.spec import get_format, resolve_scale_mode
 
 
 @dataclass(frozen=True)
@@ -45,8 +45,11 @@ class Scheme:
     def __post_init__(self) -> None:
         weight = get_format(self.weight)
         object.__setattr__(self, "weight", weight.name)
-        if self.scale_mode is not None:
-            _resolve("scale_mode", weight, self.scale_mode)
+        accepted = (*weight.scale_modes, *weight.searched_scale_modes)
+        if self.scale_mode is not None and self.scale_mode not in accepted:
+            raise ValueError(
+                f"scale_mode={self.scale_mode!r} is unknown for {weight.name}; use one of {', '.join(accepted)}"
+            )
         self._resolve_activation()
         if self.rotation is not None and (type(self.rotation) is not int or self.rotation != weight.block_size):
             raise ValueError(
@@ -71,7 +74,11 @@ class Scheme:
                 f"a static activation scale is for nvfp4, fp8_e4m3 and fp8_e5m2; {activation.name} has none"
             )
         object.__setattr__(self, "activation", activation.name)
-        object.__setattr__(self, "activation_scale_mode", _resolve("activation_scale_mode", activation, mode))
+        try:
+            resolved = resolve_scale_mode(activation, mode)
+        except ValueError as error:
+            raise ValueError(f"activation_scale_mode={mode!r}: {error}") from None
+        object.__setattr__(self, "activation_scale_mode", resolved)
 
     @property
     def precision(self) -> str:
@@ -86,10 +93,3 @@ class Scheme:
                 f"rotation={self.rotation} needs a blocked axis of a multiple of {self.rotation} elements; this one "
                 f"has {length}. Leave such a weight unrotated (rotation=None)"
             )
-
-
-def _resolve(field: str, fmt: Format, mode: str | None) -> str | None:
-    try:
-        return resolve_scale_mode(fmt, mode)
-    except ValueError as error:
-        raise ValueError(f"{field}={mode!r}: {error}") from None

@@ -7,6 +7,7 @@ import math
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -133,7 +134,7 @@ def read_content(path: str | os.PathLike[str]) -> Content:
     if ignored:
         name, reason = next(iter(ignored.items()))
         _logger.warning("%d tensors of %s are ignored: %s (%s)", len(ignored), checkpoint.path, reason, name)
-    dtype, aliases = _model_dtype(checkpoint), reading.aliases
+    dtype, aliases = dtype_named_by(checkpoint.config) or torch.bfloat16, reading.aliases
     return Content(checkpoint, producer, quantized, ordinary, ignored, aliases, dtype, reading.model_layout)
 
 
@@ -187,14 +188,15 @@ def _check_ordinary(
             raise ValueError(f"{name!r} is {info.dtype} in {who}, but no scales say what its codes mean")
 
 
-def _model_dtype(checkpoint: Checkpoint) -> torch.dtype:
-    """The model's dtype by its config; bf16 if it names none."""
-    for config in checkpoint.configs:
+def dtype_named_by(config: Mapping[str, Any]) -> torch.dtype | None:
+    """The model's dtype by a config.json or its `text_config`; None if they name none."""
+    inner = config.get("text_config")
+    for part in (config, inner if isinstance(inner, Mapping) else {}):
         for key in ("dtype", "torch_dtype"):
-            name = config.get(key)
+            name = part.get(key)
             if isinstance(name, str) and name.removeprefix("torch.") in _DTYPES:
                 return _DTYPES[name.removeprefix("torch.")]
-    return torch.bfloat16
+    return None
 
 
 def _nbytes(info: TensorInfo) -> int:

@@ -39,6 +39,7 @@ def described_in(headers: Iterable[Mapping[str, str]]) -> tuple[dict[str, Any], 
 class Native(Producer):
     name = "mxquant"
     stores_aliases = True
+    stores_dtype = True
     weight_names = "parameter"
 
     def recognizes(self, checkpoint: Checkpoint) -> bool:

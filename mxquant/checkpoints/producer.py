@@ -67,6 +67,8 @@ class Producer(ABC):
     """Whether `encode` and `config` are implemented."""
     stores_aliases: ClassVar[bool] = False
     """Whether the files name tied tensors, so that each is stored once."""
+    stores_dtype: ClassVar[bool] = False
+    """Whether the files name the dtype of each weight. Others leave it to config.json."""
     weight_names: ClassVar[Literal["parameter", "family", "module"]] = "family"
     """How a model's weights are named when they are written.
 

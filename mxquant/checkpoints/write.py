@@ -115,6 +115,8 @@ class ShardWriter:
     """
 
     def __init__(self, folder: Path, producer: Producer, max_shard_bytes: int = MAX_SHARD_BYTES) -> None:
+        if type(max_shard_bytes) is not int:
+            raise TypeError(f"max_shard_bytes={max_shard_bytes!r}: give the bytes that a file may have as an integer")
         if max_shard_bytes < 1:
             raise ValueError(f"max_shard_bytes={max_shard_bytes} is no size; give the bytes that a file may have")
         self._folder = folder

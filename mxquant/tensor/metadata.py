@@ -82,6 +82,22 @@ class Metadata:
         if self.scheme.scale_mode is not None:
             object.__setattr__(self, "scheme", dataclasses.replace(self.scheme, scale_mode=None))
 
+    @property
+    def format(self) -> str:
+        return self.scheme.weight
+
+    @property
+    def activation(self) -> str | None:
+        return self.scheme.activation
+
+    @property
+    def activation_scale_mode(self) -> str | None:
+        return self.scheme.activation_scale_mode
+
+    @property
+    def rotation(self) -> int | None:
+        return self.scheme.rotation
+
     def with_scheme(self, **changes: Any) -> Metadata:
         """A copy with `changes` to fields of the scheme."""
         return dataclasses.replace(self, scheme=dataclasses.replace(self.scheme, **changes))

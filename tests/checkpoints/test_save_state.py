@@ -128,6 +128,51 @@ def test_another_producer_holds_the_same_values(tmp_path: Path) -> None:
     assert_same_state(load_state(tmp_path / "ct"), state)
 
 
+@pytest.mark.parametrize("producer", ["quark", "compressed-tensors"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_config_names_the_dtype_that_files_do_not(producer: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    """bf16 is what loaders take otherwise, and rounds NVFP4's values."""
+    state = {"a.weight": quantize(torch.randn(8, 64).to(dtype), "nvfp4", per_tensor_scale=torch.tensor(0.25))}
+    save_state(state, tmp_path / "saved", producer)
+    assert_same_state(load_state(tmp_path / "saved"), state)
+    config = json.loads((tmp_path / "saved" / "config.json").read_text())
+    assert config.get("dtype") == (None if dtype == torch.bfloat16 else str(dtype).removeprefix("torch."))
+
+
+def test_weights_of_two_dtypes_are_refused_where_files_have_one(tmp_path: Path) -> None:
+    state = {"a.weight": weight(), "b.weight": quantize(torch.randn(4, 64), "mxfp4")}
+    with pytest.raises(
+        NotImplementedError, match=r"'b\.weight' is torch\.float32 and would be loaded as torch\.bfloat16"
+    ):
+        save_state(state, tmp_path / "saved", "quark")
+    assert not (tmp_path / "saved").exists()
+    save_state(state, tmp_path / "saved", "mxquant")
+    assert_same_state(load_state(tmp_path / "saved"), state)
+
+
+def test_an_existing_folder_keeps_what_its_config_says_of_the_model(tmp_path: Path) -> None:
+    path = tmp_path / "saved"
+    path.mkdir()
+    (path / "config.json").write_text('{"model_type": "llama", "quantization_config": {"quant_method": "other"}}')
+    save_state({"a.weight": weight()}, path, "quark")
+    config = json.loads((path / "config.json").read_text())
+    assert config["model_type"] == "llama"
+    assert config["quantization_config"]["quant_method"] == "quark"
+
+
+@pytest.mark.parametrize("size", ["5GB", None, 1.5, True])
+def test_a_shard_size_is_an_integer(size: Any, tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="as an integer"):
+        save_state({"a.weight": weight()}, tmp_path / "saved", max_shard_bytes=size)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_dtype_that_safetensors_lacks_is_refused_by_name(tmp_path: Path) -> None:
+    state = {"a.weight": weight(), "phase": torch.zeros(2, dtype=torch.complex128)}
+    with pytest.raises(TypeError, match=r"'phase' is torch\.complex128"):
+        save_state(state, tmp_path / "saved")
+
+
 def test_native_files_are_those_of_flatten_state_dict(tmp_path: Path) -> None:
     shared = weight("nvfp4")
     state = {"a.weight": shared, "tied.weight": shared, "bias": torch.randn(3)}
