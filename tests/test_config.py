@@ -214,7 +214,7 @@ def test_values(value: object, config: object) -> None:
         ),
         ({"weight": "mxfp4", "activation": "fp4"}, ValueError, "activation='fp4'"),
     ],
-    ids=str,
+    ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_bad_values_are_refused(value: object, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):

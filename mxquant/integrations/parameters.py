@@ -97,6 +97,11 @@ def _plain_config(content: Content) -> Any:
     if content.rows:  # the config was translated and is in no file
         return AutoConfig.for_model(**content.checkpoint.config)
     path, kind = content.checkpoint.path, content.checkpoint.config.get("model_type")
+    if kind is None:
+        raise ValueError(
+            f"config.json of {path} names no model_type: it was saved without a model's config. Read it with "
+            "mxquant.load_state, or save it by save_state(..., source=folder of the model)"
+        )
     if kind not in CONFIG_MAPPING:
         raise ValueError(
             f"config.json of {path} is of model_type {kind!r}, which transformers {transformers.__version__} does not "
