@@ -80,7 +80,7 @@ def _broadcast_tables(vectors: gl.tensor, packed_exponents: gl.tensor) -> tuple[
 
 @gluon.jit
 def load_fp8_operand(
-    words: gl.shared_memory_descriptor, packed_exponents: gl.tensor, MMA: gl.constexpr, BLOCKS: gl.constexpr
+    words: gl.shared_memory_descriptor, packed_exponents: gl.tensor, MMA_LAYOUT: gl.constexpr, BLOCKS: gl.constexpr
 ) -> gl.tensor:
     """Load and decode a chunk, uint8 [32, 128], to E5M2 [64, 128] as wgmma takes it from registers."""
     vectors = _load_vectors(words, BLOCKS)
@@ -88,12 +88,12 @@ def load_fp8_operand(
     half0, half1 = decode_fp8(vectors, low, high)
     w = gl.join(half0, half1).to(gl.float8e5, bitcast=True)
     w = gl.permute(gl.reshape(w, (2, 4, 8, 4, 4, 4, 2)), (1, 0, 2, 4, 6, 3, 5))  # half warp g t j b h
-    return gl.convert_layout(gl.reshape(w, (64, 128)), gl.DotOperandLayout(0, MMA, 4), assert_trivial=True)
+    return gl.convert_layout(gl.reshape(w, (64, 128)), gl.DotOperandLayout(0, MMA_LAYOUT, 4), assert_trivial=True)
 
 
 @gluon.jit
 def load_fp16_operand(
-    words: gl.shared_memory_descriptor, packed_exponents: gl.tensor, MMA: gl.constexpr, BLOCKS: gl.constexpr
+    words: gl.shared_memory_descriptor, packed_exponents: gl.tensor, MMA_LAYOUT: gl.constexpr, BLOCKS: gl.constexpr
 ) -> gl.tensor:
     """Load and decode a chunk, uint16 [32, 64], to FP16 [64, 128] as wgmma takes it from registers."""
     vectors = _load_vectors(words, BLOCKS)
@@ -101,4 +101,4 @@ def load_fp16_operand(
     even0, odd0, even1, odd1 = decode_fp16(vectors, low, high)
     w = gl.join(gl.join(even0, odd0), gl.join(even1, odd1))
     w = gl.permute(gl.reshape(w, (2, 4, 8, 4, 4, 2, 2, 2)), (1, 0, 2, 4, 7, 6, 3, 5))  # half warp g t q e h o
-    return gl.convert_layout(gl.reshape(w, (64, 128)), gl.DotOperandLayout(0, MMA, 2), assert_trivial=True)
+    return gl.convert_layout(gl.reshape(w, (64, 128)), gl.DotOperandLayout(0, MMA_LAYOUT, 2), assert_trivial=True)

@@ -29,7 +29,7 @@ class GlobalTensors(NamedTuple):
 
 
 @gluon.jit
-def _max_exponent(packed_exponents: gl.tensor, MMA: gl.constexpr) -> gl.tensor:
+def _max_exponent(packed_exponents: gl.tensor, MMA_LAYOUT: gl.constexpr) -> gl.tensor:
     """The largest exponent of each of 64 weight rows, as `load.load_max_exponent`, from each thread's first four
     exponents: a row's first three blocks are those of the first 3 of 4 neighbouring threads.
     """
@@ -37,7 +37,7 @@ def _max_exponent(packed_exponents: gl.tensor, MMA: gl.constexpr) -> gl.tensor:
     packed_exponents = gl.where(t < 3, packed_exponents, 0)
     bits = gl.join(((packed_exponents >> 5) & 7) << (3 * t), ((packed_exponents >> 13) & 7) << (3 * t))
     exponent = gl.permute(gl.sum(gl.reshape(bits, (4, 8, 4, 2)), 2), (0, 2, 1))  # warp half g
-    return gl.convert_layout(gl.reshape(exponent, (64,)), gl.SliceLayout(1, MMA))
+    return gl.convert_layout(gl.reshape(exponent, (64,)), gl.SliceLayout(1, MMA_LAYOUT))
 
 
 @gluon.jit
@@ -61,13 +61,13 @@ def epilogue(
     """
     HAS_BIAS: gl.constexpr = CONFIG.HAS_BIAS
     GROUPED: gl.constexpr = CONFIG.GROUPED
-    MMA: gl.constexpr = total.type.layout
+    MMA_LAYOUT: gl.constexpr = total.type.layout
     ROWS: gl.constexpr = total.shape[1]
     x_scale, bias, y, partial = tensors.x_scale, tensors.bias, tensors.y, tensors.partial
     N, whole_tiles = schedule.N, schedule.whole_tiles
-    n = gl.arange(0, 64, layout=gl.SliceLayout(1, MMA))
-    m = gl.arange(0, ROWS, layout=gl.SliceLayout(0, MMA))
-    w_row_scale = row_scale_of(_max_exponent(packed_exponents, MMA), TOP_EXPONENT)
+    n = gl.arange(0, 64, layout=gl.SliceLayout(1, MMA_LAYOUT))
+    m = gl.arange(0, ROWS, layout=gl.SliceLayout(0, MMA_LAYOUT))
+    w_row_scale = row_scale_of(_max_exponent(packed_exponents, MMA_LAYOUT), TOP_EXPONENT)
     total *= w_row_scale[:, None] * gl.load(x_scale + work.first_row + m)[None, :]
     if HAS_BIAS:
         added = gl.load(bias + work.matrix.to(gl.int64) * N + tile * 64 + n).to(gl.float32)

@@ -1,12 +1,13 @@
-"""The warp-specialized persistent kernel, in Gluon, Triton's language of layouts and warps.
+"""The persistent kernel: a persistent, warp-specialized GEMM in Gluon, Triton's language of layouts and warps.
 
 Of a program's warps, one is the producer: by TMA it copies tiles of the weight and of the activations to shared memory,
-some steps ahead. The others are consumers, two or four groups of four warps. Each decodes its tiles of 64 weight rows
-and multiplies them. The decoded values are the A operand of wgmma, in registers, so the product is computed transposed,
-C^T = W X^T. While one consumer decodes, the tensor cores have what another one decoded.
+some steps ahead. The others are consumers, two or four warpgroups of four warps. All consumers share a work tile, as in
+CUTLASS's cooperative kernels (not ping-pong). Each decodes its own tiles of 64 weight rows and multiplies them. The
+decoded values are the A operand of wgmma, in registers, so the product is computed transposed, C^T = W X^T. While one
+warpgroup decodes, the tensor cores have what another one decoded.
 
-Rows may be sorted into groups, each with its own matrix of a stack. Then a table made on the device says where the row
-tiles of the groups are (`persistent_grouped_gemm`).
+If GROUPED, rows are sorted by expert, and each expert's group of rows has its own matrix of a stack. Then a table made
+on the device says where the row tiles of the groups are (`persistent_grouped_gemm`).
 
 Triton's interpreter does not run Gluon. Without a GPU, tests check that the kernel compiles.
 """
@@ -41,7 +42,7 @@ from mxquant.kernels.primitives.pdl import gdc_launch_dependents, gdc_wait
 _copy = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 
 
-class Buffers(NamedTuple):
+class SharedBuffers(NamedTuple):
     """Shared memory: the pipeline's stages with their full and empty barriers, and the tiles of the result."""
 
     w: gl.shared_memory_descriptor
@@ -52,9 +53,9 @@ class Buffers(NamedTuple):
 
 
 class Context(NamedTuple):
-    """What a consumer works with."""
+    """What a consumer warpgroup works with."""
 
-    buffers: Buffers
+    buffers: SharedBuffers
     tensors: GlobalTensors
     schedule: Schedule
 
@@ -76,13 +77,14 @@ class Exponents(NamedTuple):
 def _producer(
     w_desc: tma.tensor_descriptor,
     x_desc: tma.tensor_descriptor,
-    buffers: Buffers,
+    buffers: SharedBuffers,
     schedule: Schedule,
     CONFIG: gl.constexpr,
 ) -> None:
     """The warp that copies by TMA: into a stage as soon as all consumers have released it.
 
-    NOTE: what lies outside a tensor is copied as zeros. Of a last step of fewer columns, some words are of other tiles.
+    NOTE: what lies outside a tensor is copied as zeros. A last step of fewer than BK columns also copies weight words
+    of the next tile. Consumers skip them, or multiply them with zeros.
     """
     BK: gl.constexpr = CONFIG.BK
     STAGES: gl.constexpr = CONFIG.STAGES
@@ -112,7 +114,7 @@ def _producer(
 
 @gluon.jit
 def _consumer(context: Context, CONSUMER: gl.constexpr, CONFIG: gl.constexpr) -> None:
-    """Four warps, with one or two of a program's four tiles of weight rows."""
+    """A warpgroup, with one or two of a program's four tiles of weight rows."""
     BM: gl.constexpr = CONFIG.BM
     GROUPED: gl.constexpr = CONFIG.GROUPED
     gdc_wait()  # for the row scales of the prologue
@@ -123,7 +125,7 @@ def _consumer(context: Context, CONSUMER: gl.constexpr, CONFIG: gl.constexpr) ->
         work = get_work_tile(gl.program_id(0), schedule, CONFIG)
         exponents = _prefetch_exponents(work, context, CONSUMER, CONFIG)
         for i in range(gl.program_id(0), num_work_tiles, gl.num_programs(0)):
-            done = count + work.end_step - work.first_step
+            next_count = count + work.end_step - work.first_step
             # The last row tile of a group is often less than half full, where tiles are large.
             if GROUPED and BM == 128 and work.end_row - work.first_row <= BM // 2:
                 work, exponents = _consume(
@@ -131,7 +133,7 @@ def _consumer(context: Context, CONSUMER: gl.constexpr, CONFIG: gl.constexpr) ->
                 )
             else:
                 work, exponents = _consume(i, num_work_tiles, work, exponents, count, context, CONSUMER, BM, CONFIG)
-            count = done
+            count = next_count
         if not GROUPED:
             tma.store_wait(0)
 
@@ -176,29 +178,34 @@ def _consume(
     K_TAIL: gl.constexpr = CONFIG.K_TAIL
     TILES_EACH: gl.constexpr = CONFIG.TILES_EACH
     buffers, tensors, schedule = context
-    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 256 // buffers.x.dtype.primitive_bitwidth])
+    MMA_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(
+        [3, 0], [4, 1], [16, ROWS, 256 // buffers.x.dtype.primitive_bitwidth]
+    )
     N, K = schedule.N, schedule.K
     ptr0, ptr1, next0, next1 = exponents
-    total0, total1 = gl.zeros((64, ROWS), gl.float32, layout=MMA), gl.zeros((64, ROWS), gl.float32, layout=MMA)
+    acc0 = gl.zeros((64, ROWS), gl.float32, layout=MMA_LAYOUT)
+    acc1 = gl.zeros((64, ROWS), gl.float32, layout=MMA_LAYOUT)
     # Every split has a step of whole columns. The last one has the tail as well.
     last = gl.minimum(work.end_step, K // 256 * (256 // BK)) if K_TAIL > 0 else work.end_step
     for step in range(work.first_step, last):
         packed0, packed1 = next0 >> (step * BK % 256 // 8), next1 >> (step * BK % 256 // 8)
         ahead = gl.minimum(step + 1, last - 1) * BK // 256 * 128
         next0, next1 = gl.load(ptr0 + ahead), gl.load(ptr1 + ahead)
-        total0, total1 = _mainloop_step(total0, total1, packed0, packed1, count, buffers, CONSUMER, BK // 32, CONFIG)
+        acc0, acc1 = _mainloop_step(acc0, acc1, packed0, packed1, count, buffers, CONSUMER, BK // 32, CONFIG)
         count += 1
     tile = work.weight_tile * TILES + CONSUMER * TILES_EACH
     if K_TAIL > 0 and last < work.end_step:
-        for done in gl.static_range(0, K_TAIL, BK // 32):
-            block = K // 256 * 8 + done
+        for tail_block in gl.static_range(0, K_TAIL, BK // 32):
+            block = K // 256 * 8 + tail_block
             # NOTE: no variable, as an assignment would make min() a tensor.
-            packed0 = _tail_exponents(tensors.w_scale, work.matrix, tile, block, schedule, min(K_TAIL - done, BK // 32))
-            packed1 = _tail_exponents(
-                tensors.w_scale, work.matrix, tile + 1, block, schedule, min(K_TAIL - done, BK // 32)
+            packed0 = _tail_exponents(
+                tensors.w_scale, work.matrix, tile, block, schedule, min(K_TAIL - tail_block, BK // 32)
             )
-            total0, total1 = _mainloop_step(
-                total0, total1, packed0, packed1, count, buffers, CONSUMER, min(K_TAIL - done, BK // 32), CONFIG
+            packed1 = _tail_exponents(
+                tensors.w_scale, work.matrix, tile + 1, block, schedule, min(K_TAIL - tail_block, BK // 32)
+            )
+            acc0, acc1 = _mainloop_step(
+                acc0, acc1, packed0, packed1, count, buffers, CONSUMER, min(K_TAIL - tail_block, BK // 32), CONFIG
             )
             count += 1
     first0, first1 = gl.load(ptr0), gl.load(ptr1)
@@ -206,9 +213,9 @@ def _consume(
     exponents = _prefetch_exponents(following, context, CONSUMER, CONFIG)
     y_smem = buffers.y.index(CONSUMER).slice(0, ROWS)
     if tile * 64 < N:
-        epilogue(total0, first0, tile, i, work, y_smem, tensors, schedule, CONFIG)
+        epilogue(acc0, first0, tile, i, work, y_smem, tensors, schedule, CONFIG)
     if TILES_EACH == 2 and tile * 64 + 64 < N:
-        epilogue(total1, first1, tile + 1, i, work, y_smem, tensors, schedule, CONFIG)
+        epilogue(acc1, first1, tile + 1, i, work, y_smem, tensors, schedule, CONFIG)
     return following, exponents
 
 
@@ -225,12 +232,12 @@ def _tail_exponents(
 
 @gluon.jit
 def _mainloop_step(
-    total0: gl.tensor,
-    total1: gl.tensor,
+    acc0: gl.tensor,
+    acc1: gl.tensor,
     packed0: gl.tensor,
     packed1: gl.tensor,
     count: gl.tensor,
-    buffers: Buffers,
+    buffers: SharedBuffers,
     CONSUMER: gl.constexpr,
     BLOCKS: gl.constexpr,
     CONFIG: gl.constexpr,
@@ -238,8 +245,8 @@ def _mainloop_step(
     """The sums of a consumer's tiles, and of one step of BLOCKS blocks with the packed exponents."""
     TILES_EACH: gl.constexpr = CONFIG.TILES_EACH
     STAGES: gl.constexpr = CONFIG.STAGES
-    MMA: gl.constexpr = total0.type.layout
-    ROWS: gl.constexpr = total0.shape[1]
+    MMA_LAYOUT: gl.constexpr = acc0.type.layout
+    ROWS: gl.constexpr = acc0.shape[1]
     w_smem, x_smem, _, full, empty = buffers
     stage = count % STAGES
     mbarrier.wait(full.index(stage), count // STAGES % 2)
@@ -247,20 +254,20 @@ def _mainloop_step(
     w1 = w_smem.index(stage * TILES + CONSUMER * TILES_EACH + TILES_EACH - 1)
     if x_smem.dtype == gl.float16:
         x = x_smem.index(stage).slice(0, ROWS).permute((1, 0))
-        total0 = warpgroup_mma(load_fp16_operand(w0, packed0, MMA, BLOCKS), x, total0, is_async=True)
+        acc0 = warpgroup_mma(load_fp16_operand(w0, packed0, MMA_LAYOUT, BLOCKS), x, acc0, is_async=True)
         if TILES_EACH == 2:
-            total1 = warpgroup_mma(load_fp16_operand(w1, packed1, MMA, BLOCKS), x, total1, is_async=True)
-            total0, total1 = warpgroup_mma_wait(0, deps=[total0, total1])
+            acc1 = warpgroup_mma(load_fp16_operand(w1, packed1, MMA_LAYOUT, BLOCKS), x, acc1, is_async=True)
+            acc0, acc1 = warpgroup_mma_wait(0, deps=[acc0, acc1])
         else:
-            total0 = warpgroup_mma_wait(0, deps=[total0])
+            acc0 = warpgroup_mma_wait(0, deps=[acc0])
     else:
         x0 = x_smem.index(stage * 2).slice(0, ROWS).permute((1, 0))
         x1 = x_smem.index(stage * 2 + 1).slice(0, ROWS).permute((1, 0))
-        total0 += _fp8_dot(w0, packed0, x0, x1, MMA, BLOCKS)
+        acc0 += _fp8_dot(w0, packed0, x0, x1, MMA_LAYOUT, BLOCKS)
         if TILES_EACH == 2:
-            total1 += _fp8_dot(w1, packed1, x0, x1, MMA, BLOCKS)
+            acc1 += _fp8_dot(w1, packed1, x0, x1, MMA_LAYOUT, BLOCKS)
     mbarrier.arrive(empty.index(stage), count=1)
-    return total0, total1
+    return acc0, acc1
 
 
 @gluon.jit
@@ -269,7 +276,7 @@ def _fp8_dot(
     packed_exponents: gl.tensor,
     x0: gl.shared_memory_descriptor,
     x1: gl.shared_memory_descriptor,
-    MMA: gl.constexpr,
+    MMA_LAYOUT: gl.constexpr,
     BLOCKS: gl.constexpr,
 ) -> gl.tensor:
     """FP8 products over up to 256 columns, as many as FP8 tensor cores may add up.
@@ -277,14 +284,14 @@ def _fp8_dot(
     NOTE: all are decoded first. Meanwhile the tensor cores have what the other consumers decoded.
     """
     ROWS: gl.constexpr = x0.shape[1]
-    zero = gl.zeros((64, ROWS), gl.float32, layout=MMA)
-    w0 = load_fp8_operand(words.slice(0, 32), packed_exponents, MMA, BLOCKS if BLOCKS < 4 else 4)
+    zero = gl.zeros((64, ROWS), gl.float32, layout=MMA_LAYOUT)
+    w0 = load_fp8_operand(words.slice(0, 32), packed_exponents, MMA_LAYOUT, BLOCKS if BLOCKS < 4 else 4)
     if BLOCKS > 4:
-        w1 = load_fp8_operand(words.slice(32, 32), packed_exponents >> 16, MMA, BLOCKS - 4)
-    total = warpgroup_mma(w0, x0, zero, use_acc=False, is_async=True)
+        w1 = load_fp8_operand(words.slice(32, 32), packed_exponents >> 16, MMA_LAYOUT, BLOCKS - 4)
+    acc = warpgroup_mma(w0, x0, zero, use_acc=False, is_async=True)
     if BLOCKS > 4:
-        total = warpgroup_mma(w1, x1, total, is_async=True)
-    return warpgroup_mma_wait(0, deps=[total])
+        acc = warpgroup_mma(w1, x1, acc, is_async=True)
+    return warpgroup_mma_wait(0, deps=[acc])
 
 
 @gluon.constexpr_function
@@ -292,7 +299,8 @@ def _config(*constants: Any) -> Config:
     return Config(*constants)
 
 
-# Compiled once for every number of rows: the numbers below are divided by, not multiplied to addresses.
+# One compilation serves every number of rows. No stride is among the numbers named here, so nothing is gained by
+# specializing on them.
 @gluon.jit(do_not_specialize=("M", "whole_tiles", "splits"))
 def mxquant_mxfp4_persistent_gemm(
     w_desc: tma.tensor_descriptor,
@@ -328,10 +336,10 @@ def mxquant_mxfp4_persistent_gemm(
     Y_TYPE: gl.constexpr = y.dtype.element_ty if GROUPED else y.dtype
     y_smem = gl.allocate_shared_memory(Y_TYPE, [TILES // TILES_EACH, BM, 64], gl.NVMMASharedLayout(128, 16, 2))
     fence_async_shared()
-    buffers = Buffers(w_smem, x_smem, y_smem, full, empty)
+    buffers = SharedBuffers(w_smem, x_smem, y_smem, full, empty)
     schedule = Schedule(M, N, K, whole_tiles, splits, table)
     context = Context(buffers, GlobalTensors(w_scale, x_scale, bias, y, partial), schedule)
-    # NOTE: registers: the first consumer has what is left over, no fewer than the others.
+    # NOTE: warps and registers of all but the first consumer. It has what is left over, no fewer than the others.
     if TILES_EACH == 2:
         gl.warp_specialize(
             [

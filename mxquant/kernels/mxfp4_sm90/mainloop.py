@@ -135,7 +135,7 @@ def mainloop(
         x_row: pointers [BM] to rescaled rows, E5M2 or FP16, columns permuted.
         inside: [BM], which of them exist.
         tile: index of the first tile of 64 weight rows, int64.
-        K_TAIL: blocks beyond the last whole 256 columns; the last split computes them.
+        K_TAIL: blocks of 32 columns beyond the last whole 256 columns; the last split computes them.
         BK: columns of a step.
         PROMOTE: columns that tensor cores add up before a sum is promoted to fp32.
     """

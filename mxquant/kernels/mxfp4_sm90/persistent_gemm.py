@@ -31,7 +31,8 @@ from mxquant.reference.rescale import Prologue
 def supports_k(k: int) -> bool:
     """Whether `persistent_gemm` takes K columns.
 
-    NOTE: the kernel takes whole pairs of blocks. Of one matrix, only multiples of 256 were run on a GPU.
+    NOTE: the kernel itself takes multiples of 64 (two MX blocks), as grouped products use it. For one matrix, only
+    multiples of 256 were run on a GPU.
     """
     return k % 256 == 0
 
@@ -61,6 +62,7 @@ def persistent_gemm(
     whole_tiles, splits = schedule_tiles(tiles, programs, k, fp16=prologue.scale_mode is None)
     split_tiles = tiles - whole_tiles
     y = torch.empty(m, n, dtype=dtype, device=device)
+    # NOTE: in place of partial sums, a bias or a table of groups that do not exist, any tensor is passed and not read.
     partial = torch.empty(split_tiles * splits, TILES.value, block_m, 64, device=device) if split_tiles else x_scale
     mxquant_mxfp4_persistent_gemm[(min(programs, whole_tiles + split_tiles * splits),)](
         *tma_descriptors(w_packed, values, block_m), w_scale, x_scale, y if bias_N is None else bias_N,

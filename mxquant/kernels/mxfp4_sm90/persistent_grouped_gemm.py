@@ -60,7 +60,7 @@ def persistent_grouped_gemm(
     if rows_S is not None:
         values, x_scale = gather_rows(values, x_scale, rows_S)
     y = torch.empty(s, n, dtype=dtype, device=device)
-    bias = y if bias_EN is None else bias_EN
+    bias = y if bias_EN is None else bias_EN  # NOTE: `y`, and `x_scale` for partial sums, are passed and not read
     work_tiles = (table.shape[0] - 1) * cdiv(n, 64 * TILES.value)
     mxquant_mxfp4_persistent_gemm[(min(multiprocessors(device), work_tiles),)](
         *tma_descriptors(w_packed, values, block_m), w_scale, x_scale, bias, y, x_scale, table, s, n, k, work_tiles, 1,

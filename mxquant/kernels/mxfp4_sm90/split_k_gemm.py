@@ -1,9 +1,11 @@
 """Few rows times a packed MXFP4 weight: a GEMM that decodes the weight in registers and splits K among programs.
 
-The activation prologue rescales the rows to FP8 or FP16, both exact relative to the row's scale, with columns permuted
-as the registers hold the weight. Rows out of range are recomputed by the program that meets them.
+The activation prologue is a launch of its own before the matmul, not the filling of a pipeline. It quantizes the rows
+where that is asked for, and rescales them to FP8 or FP16, both exact relative to the row's scale. Columns are permuted
+as the registers hold the weight. The launches overlap (`primitives.pdl`).
 
-Launches overlap (`primitives.pdl`).
+A row that does not fit FP8 or FP16 exactly is out of range (`mxquant.reference.rescale`). The prologue gives it a
+row scale of NaN, and the program that meets it recomputes it from the input.
 
 Shape suffixes: M input rows, N weight rows, K columns.
 """
@@ -40,8 +42,8 @@ class SplitKConfig(NamedTuple):
     block_k: int
     promote_k: int
     """Columns that tensor cores add up before a sum is promoted to fp32."""
-    programs: int
-    """Programs that run at once, on 132 multiprocessors. K is split where there are fewer tiles."""
+    target_programs: int
+    """Programs (CTAs) to launch: about what 132 multiprocessors run at once. With fewer tiles, K is split."""
     max_registers: int | None = None
     """Of a thread, where the compiler's choice leaves room for fewer programs."""
 
@@ -120,6 +122,7 @@ def plan_gemm(
     buffers, prologue_step = plan_prologue(m, k, x_stride, prologue)
     x, stride = ("x_pre_quant", k) if "x_pre_quant" in buffers else ("x", x_stride)
     partials, reduction = split_k_reduction(splits, rows, n)
+    # NOTE: "y" stands in for a bias that is not given, "offsets" for gather indices: the kernel does not read them.
     gemm = Step(
         kernel,
         (n // (64 * tiles_n), splits, row_tiles),
@@ -147,7 +150,7 @@ def choose_split_k(n: int, k: int, row_tiles: int, config: SplitKConfig) -> tupl
     Partial sums go through memory. Rather than in more than four, a program computes fewer tiles.
     """
     for tiles_n in (config.tiles_n, 1):
-        splits = min(k // 256, max(1, config.programs // (n // (64 * tiles_n) * row_tiles or 1)))
+        splits = min(k // 256, max(1, config.target_programs // (n // (64 * tiles_n) * row_tiles or 1)))
         if n % (64 * tiles_n) == 0 and splits <= 4:
             break
     return tiles_n, splits
@@ -166,16 +169,17 @@ def split_k_reduction(splits: int, m: int, n: int) -> tuple[dict[str, Buffer], l
 
 @triton.jit
 def store_output(
-    y: tl.tensor, total: tl.tensor, bias: tl.tensor, rows: tl.tensor, split: Split, HAS_BIAS: tl.constexpr
+    y: tl.tensor, total: tl.tensor, bias: tl.tensor, row_mask: tl.tensor, split: Split, HAS_BIAS: tl.constexpr
 ) -> None:
-    """The epilogue: store the input rows `rows` [BM] of a product [BN, BM] at `y`. Split 0 adds the bias at `bias`
-    [BN].
+    """The epilogue: store the input rows of `row_mask` [BM] of a product [BN, BM] at `y`. Split 0 adds the bias at
+    `bias` [BN].
 
-    NOTE: a tile with rows out of range is stored twice, the other rows first, so that no sum waits for the exact one.
+    NOTE: a tile with rows out of range is stored in two parts. Rows in range come first, so that their sums need not
+    stay in registers while the others are recomputed.
     """
     if HAS_BIAS and split.split_id == 0:
         total += tl.load(bias).to(tl.float32)[:, None]
-    tl.store(y, total.to(y.dtype.element_ty), mask=rows[None, :])
+    tl.store(y, total.to(y.dtype.element_ty), mask=row_mask[None, :])
 
 
 @cached_launch
@@ -200,6 +204,10 @@ def mxquant_mxfp4_split_k_gemm(
     HAS_BIAS: tl.constexpr,
     MODE: tl.constexpr,
 ) -> None:
+    """One tile of the result, 64 * TILES weight rows by BM input rows, over one split of K.
+
+    Args: K_TAIL, BK, PROMOTE as of `mainloop`, MODE as of `exact_tile`.
+    """
     BN: tl.constexpr = 64 * TILES
     weight = PackedWeight(w_packed, w_scale, K)
     tile = tl.program_id(0).to(tl.int64) * TILES
@@ -229,6 +237,7 @@ def mxquant_mxfp4_split_k_gemm(
 def mxquant_split_k_reduce(
     partial: tl.tensor, y: tl.tensor, size: tl.tensor, SPLITS: tl.constexpr, BLOCK: tl.constexpr
 ) -> None:
+    """Add up the splits of BLOCK elements of the result, in order."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     gdc_wait()
     total = tl.load(partial + at, mask=at < size, other=0.0)

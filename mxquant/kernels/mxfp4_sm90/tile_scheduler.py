@@ -32,7 +32,7 @@ class Config:
     BK: int
     STAGES: int
     K_TAIL: int
-    """Blocks beyond the last whole 256 columns."""
+    """Blocks of 32 columns beyond the last whole 256 columns."""
     HAS_BIAS: bool
 
 
