@@ -6,7 +6,7 @@ the same bytes.
 
 Kernel modules import triton, so each is imported where it is called.
 
-Shape suffixes are those of the twins.
+Shape suffixes are those of the twins. NOTE: K is columns, but of `ids_TK` and `weights_TK` a token's top-k choices.
 """
 
 from __future__ import annotations
@@ -37,6 +37,8 @@ def is_traced(*tensors: Tensor | None) -> bool:
     return torch.compiler.is_compiling()
 
 
+# NOTE: enough for `quantize_blocks` and `gptq_columns`: they are called only inside an operator or in eager, below
+# tracing, and are not differentiated. The MoE operations below may be both, so they ask `_runs_kernels`.
 def _on_gpu(tensor: Tensor) -> bool:
     return tensor.is_cuda and has_triton()
 
@@ -68,7 +70,7 @@ def quantize_blocks(
     """Quantize `x` [..., K] along its last axis, as `mxquant.formats.quantize_blocks`. Not differentiable.
 
     Args:
-        rotation: the block size: rotate each block first, in fp32; K is a multiple of it.
+        rotation: the size of Hadamard blocks: rotate each block first, in fp32; K is a multiple of it.
     """
     if _on_gpu(x):
         import mxquant.kernels.quantize.strided as kernel
@@ -97,24 +99,24 @@ def hadamard(x: Tensor, size: int, dtype: torch.dtype) -> Tensor:
     return hadamard_torch(x, size).to(dtype)
 
 
-def gptq_columns(w_KN: Tensor, unit_KN: Tensor, factor_KK: Tensor, element: ElementFormat) -> tuple[Tensor, Tensor]:
+def gptq_columns(w_KN: Tensor, scale_KN: Tensor, factor_KK: Tensor, element: ElementFormat) -> tuple[Tensor, Tensor]:
     """GPTQ's rounding of the columns of one block, as `mxquant.reference.gptq_columns`. May work on `w_KN` in place."""
     if _on_gpu(w_KN):
         import mxquant.kernels.quantize.gptq_columns as kernel
 
         if kernel.reject(element) is None:
-            return kernel.gptq_columns(w_KN, unit_KN, factor_KK, element)
-    return gptq_columns_torch(w_KN, unit_KN, factor_KK, element)
+            return kernel.gptq_columns(w_KN, scale_KN, factor_KK, element)
+    return gptq_columns_torch(w_KN, scale_KN, factor_KK, element)
 
 
-def gated_activation(both_S2F: Tensor, gate: GatedActivation) -> Tensor:
-    """`gate` of gates and ups: [S, F]. Differentiable, by torch's operators."""
-    if _runs_kernels(both_S2F):
+def gated_activation(gate_up_S2F: Tensor, gate: GatedActivation) -> Tensor:
+    """`gate` of gates and ups [S, 2F]: [S, F]. Differentiable, by torch's operators."""
+    if _runs_kernels(gate_up_S2F):
         import mxquant.kernels.moe.gated_activation as kernel
 
-        if kernel.reject(both_S2F) is None:
-            return kernel.gated_activation(both_S2F, gate)
-    return gate(None, both_S2F)
+        if kernel.reject(gate_up_S2F) is None:
+            return kernel.gated_activation(gate_up_S2F, gate)
+    return gate(None, gate_up_S2F)  # without the module, which a GatedActivation does not read
 
 
 def route(ids_TK: Tensor, experts: int) -> Routing:

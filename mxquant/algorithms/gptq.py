@@ -66,13 +66,13 @@ def gptq(w_NK: Tensor, hessian_KK: Tensor, grid: Grid, settings: GPTQ) -> tuple[
     for first in range(0, k, size):
         last = min(first + size, k)
         if settings.act_order:
-            unit_KN = _units(scale_NB, grid).t()[order[first:last] // size]
+            scale_KN = _float_scale(scale_NB, grid).t()[order[first:last] // size]
         else:
             block = first // size
             scale_NB[:, block] = _quantize_to_grid(w_KN[first:last].t(), grid)[1][:, 0]
-            unit_KN = _units(scale_NB[:, block], grid).expand(last - first, n)
+            scale_KN = _float_scale(scale_NB[:, block], grid).expand(last - first, n)
         rounded_KN[first:last], error_KN = gptq_columns(
-            w_KN[first:last], unit_KN, factor_KK[first:last, first:last], fmt.element
+            w_KN[first:last], scale_KN, factor_KK[first:last, first:last], fmt.element
         )
         w_KN[last:].addmm_(factor_KK[first:last, last:].t(), error_KN, alpha=-1)
     in_place_KN = torch.empty_like(rounded_KN)
@@ -85,8 +85,8 @@ def _quantize_to_grid(w_NK: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
     return quantize_blocks(w_NK, grid.format, grid.scale_mode, per_tensor_scale=grid.per_tensor_scale)
 
 
-def _units(scale: Tensor, grid: Grid) -> Tensor:
-    """The value of one unit of the element grid for each scale byte, [N, ...]."""
+def _float_scale(scale: Tensor, grid: Grid) -> Tensor:
+    """The scale of each scale byte [N, ...], with the per-tensor scale, in fp32."""
     if grid.format.scale_format == "e8m0":
         return e8m0_to_float(scale)
     per_tensor = grid.per_tensor_scale

@@ -24,11 +24,11 @@ class GatedActivation:
     limit: float | None = None
     alpha: float | None = None
 
-    def __call__(self, module: Any, both_S2F: Tensor) -> Tensor:
+    def __call__(self, module: Any, gate_up_S2F: Tensor) -> Tensor:
         if self.interleaved:
-            gate, up = both_S2F[..., ::2], both_S2F[..., 1::2]
+            gate, up = gate_up_S2F[..., ::2], gate_up_S2F[..., 1::2]
         else:
-            gate, up = both_S2F.chunk(2, -1)
+            gate, up = gate_up_S2F.chunk(2, -1)
         if self.limit is None or self.alpha is None:
             return F.silu(gate) * up
         gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)

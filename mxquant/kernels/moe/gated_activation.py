@@ -41,26 +41,26 @@ _ROUNDED_PTX = tl.constexpr(
 )
 
 
-def reject(both_S2F: Tensor) -> str | None:
+def reject(gate_up_S2F: Tensor) -> str | None:
     """None if the kernel reads gates and ups of this dtype and layout, else the reason why not."""
-    if reason := reject_unlisted("dtype", both_S2F.dtype, DTYPES):
+    if reason := reject_unlisted("dtype", gate_up_S2F.dtype, DTYPES):
         return reason
-    return None if both_S2F.is_contiguous() else "reads contiguous gates and ups only"
+    return None if gate_up_S2F.is_contiguous() else "reads contiguous gates and ups only"
 
 
-def gated_activation(both_S2F: Tensor, gate: GatedActivation) -> Tensor:
+def gated_activation(gate_up_S2F: Tensor, gate: GatedActivation) -> Tensor:
     """`gate` of gates and ups.
 
     Args:
-        both_S2F: contiguous, half precision or fp32.
+        gate_up_S2F: contiguous, half precision or fp32.
 
     Returns:
         [S, F] in its dtype.
     """
-    pairs, width = both_S2F.shape[0], both_S2F.shape[1] // 2
-    out = torch.empty(pairs, width, dtype=both_S2F.dtype, device=both_S2F.device)
-    with torch.cuda.device_of(both_S2F):
-        mxquant_gated_activation[(pairs, cdiv(width, 1024))](both_S2F, out, width, GATE=gate, BLOCK=1024)
+    pairs, width = gate_up_S2F.shape[0], gate_up_S2F.shape[1] // 2
+    out = torch.empty(pairs, width, dtype=gate_up_S2F.dtype, device=gate_up_S2F.device)
+    with torch.cuda.device_of(gate_up_S2F):
+        mxquant_gated_activation[(pairs, cdiv(width, 1024))](gate_up_S2F, out, width, GATE=gate, BLOCK=1024)
     return out
 
 

@@ -32,14 +32,14 @@ def reject(element: ElementFormat) -> str | None:
     return reject_unlisted("element format", element.name, ELEMENTS)
 
 
-def gptq_columns(w_KN: Tensor, unit_KN: Tensor, factor_KK: Tensor, element: ElementFormat) -> tuple[Tensor, Tensor]:
+def gptq_columns(w_KN: Tensor, scale_KN: Tensor, factor_KK: Tensor, element: ElementFormat) -> tuple[Tensor, Tensor]:
     """Arguments and results are those of the twin; `w_KN` is only read."""
     k, n = w_KN.shape
     rounded_KN, error_KN = torch.empty_like(w_KN), torch.empty_like(w_KN)
     rows = _ROWS if w_KN.is_cuda else _INTERPRETED
     with torch.cuda.device_of(w_KN):
         mxquant_gptq_columns[(cdiv(n, rows),)](
-            w_KN, unit_KN, factor_KK.contiguous(), rounded_KN, error_KN, n, k, *unit_KN.stride(),
+            w_KN, scale_KN, factor_KK.contiguous(), rounded_KN, error_KN, n, k, *scale_KN.stride(),
             **element_constants(element), COLUMNS=next_power_of_2(k), ROWS=rows,
             num_warps=1,
         )  # fmt: skip
@@ -50,14 +50,14 @@ def gptq_columns(w_KN: Tensor, unit_KN: Tensor, factor_KK: Tensor, element: Elem
 @triton.jit(do_not_specialize=["n", "k"])
 def mxquant_gptq_columns(
     w_ptr: tl.tensor,
-    unit_ptr: tl.tensor,
+    scale_ptr: tl.tensor,
     factor_ptr: tl.tensor,
     rounded_ptr: tl.tensor,
     error_ptr: tl.tensor,
     n: tl.tensor,
     k: tl.tensor,
-    unit_stride_k: tl.tensor,
-    unit_stride_n: tl.tensor,
+    scale_stride_k: tl.tensor,
+    scale_stride_n: tl.tensor,
     EXPONENT_BITS: tl.constexpr,
     MANTISSA_BITS: tl.constexpr,
     MAX_CODE: tl.constexpr,
@@ -73,10 +73,10 @@ def mxquant_gptq_columns(
         # Select column i by a sum of bits, which is exact: all others are zero.
         w_N = tl.sum(tl.where((column_K == i)[:, None], w_KN.to(tl.int32, bitcast=True), 0), 0)
         w_N = w_N.to(tl.float32, bitcast=True)
-        unit_N = tl.load(unit_ptr + i * unit_stride_k + row_N * unit_stride_n, mask=is_row_N, other=1.0)
-        rounded_N = round_to_element(tl.div_rn(w_N, unit_N), EXPONENT_BITS, MANTISSA_BITS, MAX_CODE)
+        scale_N = tl.load(scale_ptr + i * scale_stride_k + row_N * scale_stride_n, mask=is_row_N, other=1.0)
+        rounded_N = round_to_element(tl.div_rn(w_N, scale_N), EXPONENT_BITS, MANTISSA_BITS, MAX_CODE)
         pivot = tl.load(factor_ptr + i * k + i)
-        error_N = tl.div_rn(tl.fma(-rounded_N, unit_N, w_N), pivot)
+        error_N = tl.div_rn(tl.fma(-rounded_N, scale_N, w_N), pivot)
         tl.store(rounded_ptr + i * n.to(tl.int64) + row_N, rounded_N, mask=is_row_N)
         tl.store(error_ptr + i * n.to(tl.int64) + row_N, error_N, mask=is_row_N)
         factor_K = tl.load(factor_ptr + i * k + column_K, mask=(column_K > i) & (column_K < k), other=0.0)
