@@ -4,8 +4,9 @@ Every matmul is brought to one form. The weight W is physically [N, K], or a sta
 product is x @ W.T (forward: activations are quantized) or x @ W (dgrad, as for the gradient of the input). With
 `Groups`, each row of x is multiplied with the matrix of its group; without, a stack multiplies a batch of matrices.
 
-While a graph is traced, a product is one opaque operator, `mxquant::matmul`, with the backend chosen at trace time. In
-eager the backend is called directly. Either way it gets plain tensors.
+`product` checks the operands and chooses a backend. In eager it calls `_run`, which rotates the input and calls the
+backend's `matmul` or `grouped_matmul`. While a graph is traced, a product is one opaque operator, `mxquant::matmul`,
+with the backend chosen at trace time; that operator calls `_run`. Either way the backend gets plain tensors.
 """
 
 from __future__ import annotations
@@ -41,17 +42,17 @@ def gate_of(interleaved: bool | None, limit: float | None, alpha: float | None) 
 def product(
     x: Tensor,
     weight: MXTensor,
-    contracted: int,
+    contracted_axis: int,
     bias: Tensor | None = None,
     groups: Groups | None = None,
     gate: GatedActivation | None = None,
 ) -> Tensor:
-    """`x` times `weight`, contracting the last axis of `x` with the weight's axis `contracted`.
+    """`x` times `weight`, contracting the last axis of `x` with the weight's axis `contracted_axis`.
 
     Args:
         x: [..., width] for a matrix; [B, M, width] for a stack of B; with groups [S, width] or [T, width].
         weight: a matrix, or a stack of matrices.
-        contracted: -1 as in F.linear, -2 as in x @ weight.
+        contracted_axis: -1 as in F.linear, -2 as in x @ weight.
         bias: [width of the result], with groups [E, width of the result], or None.
         groups: which rows of x are multiplied with which matrix of a stack.
         gate: with groups: applied to x first, which then has twice as many columns.
@@ -69,9 +70,9 @@ def product(
     if len(shape) == 1:
         return product(x, view(weight, (1, shape[0])), -1, bias).squeeze(-1)
     if groups is not None or len(shape) == 3:
-        _check_stack(x, weight, contracted, groups)
-    _check_operands(x, weight, contracted, bias, gated=gate is not None)
-    contraction = FORWARD if metadata.axis == contracted else DGRAD
+        _check_stack(x, weight, contracted_axis, groups)
+    _check_operands(x, weight, contracted_axis, bias, gated=gate is not None)
+    contraction = FORWARD if metadata.axis == contracted_axis else DGRAD
     experts = 0 if groups is None else int(shape[0])
     problem = problem_of(metadata, shape, x.device, x.dtype, contraction, experts)
     backend, weight = choose_backend(weight, problem)
@@ -86,15 +87,17 @@ def product(
         is_batch = groups is None and len(shape) == 3
         return _run(x, operand, bias, groups, problem, backend, rotation, is_batch)
     refuse_onnx()
-    text, physical = weight.metadata.to_json(), physical_shape(shape, metadata.axis)
+    metadata_json, physical = weight.metadata.to_json(), physical_shape(shape, metadata.axis)
     tensors = [*operand, bias, *(groups or (None, None))]
     result: Tensor = torch.ops.mxquant.matmul(
-        x, tensors, text, physical, contraction, backend.name, *gate_arguments(gate)
+        x, tensors, metadata_json, physical, contraction, backend.name, *gate_arguments(gate)
     )
     return result
 
 
-def _check_operands(x: Tensor, weight: MXTensor, contracted: int, bias: Tensor | None, *, gated: bool = False) -> None:
+def _check_operands(
+    x: Tensor, weight: MXTensor, contracted_axis: int, bias: Tensor | None, *, gated: bool = False
+) -> None:
     """Refuse operands that do not fit each other, with the errors of `product`."""
     if isinstance(x, MXTensor):
         raise NotImplementedError(
@@ -113,17 +116,19 @@ def _check_operands(x: Tensor, weight: MXTensor, contracted: int, bias: Tensor |
         raise NotImplementedError(
             f"{weight!r} is blocked along axis {metadata.axis}, not one of the last two; call .dequantize() first"
         )
-    width = shape[contracted] * 2 if gated else shape[contracted]
+    width = shape[contracted_axis] * 2 if gated else shape[contracted_axis]
     if x.dim() == 0 or x.shape[-1] != width:
         raise ValueError(
             f"input of shape {tuple(x.shape)} does not fit {weight!r}: its last axis must be {width}"
             + (", gates and ups" if gated else "")
         )
     if bias is not None:
-        made = (*shape[:-2], shape[-1 if contracted == -2 else -2])
-        if tuple(bias.shape) != made:
-            raise ValueError(f"bias of shape {tuple(bias.shape)} does not fit {weight!r}: its shape must be {made}")
-    if metadata.block_offset and metadata.scheme.activation is not None and metadata.axis == contracted:
+        expected_shape = (*shape[:-2], shape[-1 if contracted_axis == -2 else -2])
+        if tuple(bias.shape) != expected_shape:
+            raise ValueError(
+                f"bias of shape {tuple(bias.shape)} does not fit {weight!r}: its shape must be {expected_shape}"
+            )
+    if metadata.block_offset and metadata.scheme.activation is not None and metadata.axis == contracted_axis:
         raise ValueError(
             f"{weight!r} starts {metadata.block_offset} elements inside a block, where quantized activations would "
             f"have other blocks than the weight; slice at multiples of {block_format(weight).block_size}, or use it "
@@ -131,7 +136,7 @@ def _check_operands(x: Tensor, weight: MXTensor, contracted: int, bias: Tensor |
         )
 
 
-def _check_stack(x: Tensor, weight: MXTensor, contracted: int, groups: Groups | None) -> None:
+def _check_stack(x: Tensor, weight: MXTensor, contracted_axis: int, groups: Groups | None) -> None:
     """Refuse a stack that does not have one matrix for each matrix of the input, or for each group."""
     shape = weight.shape
     if groups is not None:
@@ -143,7 +148,7 @@ def _check_stack(x: Tensor, weight: MXTensor, contracted: int, groups: Groups | 
     elif x.dim() != 3 or x.shape[0] != shape[0]:
         raise ValueError(
             f"input of shape {tuple(x.shape)} does not fit the stack {weight!r}: its shape is [{shape[0]}, M, "
-            f"{shape[contracted]}]"
+            f"{shape[contracted_axis]}]"
         )
 
 
@@ -172,13 +177,13 @@ def _run(
     elif is_batch:
         y = x.new_empty(*x.shape[:-1], problem.width)
         for index in range(y.shape[0]):
-            added = None if bias is None else bias[index]
-            y[index] = backend.matmul(x[index], _one_scale(operand.matrix(index)), added, problem)
+            matrix_bias = None if bias is None else bias[index]
+            y[index] = backend.matmul(x[index], _one_scale(operand.matrix(index)), matrix_bias, problem)
     elif x.dim() == 2:
         y = backend.matmul(x, _one_scale(operand), bias, problem)
     else:
-        *lead, contracted = x.shape
-        y = backend.matmul(x.reshape(math.prod(lead), contracted), _one_scale(operand), bias, problem)
+        *lead, width = x.shape
+        y = backend.matmul(x.reshape(math.prod(lead), width), _one_scale(operand), bias, problem)
         y = y.view(*lead, problem.width)
     return y if rotation is None or is_forward else hadamard(y, rotation, y.dtype)
 
@@ -188,7 +193,7 @@ def _one_scale(operand: Operand) -> Operand:
     scale = operand.per_tensor_scale
     if scale is None or scale.numel() == 1:
         return operand
-    return operand._replace(per_tensor_scale=_same(scale.flatten(), 0).reshape(()))
+    return operand._replace(per_tensor_scale=_shared_scale(scale.flatten(), 0).reshape(()))
 
 
 def _one_scale_each(operand: Operand) -> Operand:
@@ -196,11 +201,11 @@ def _one_scale_each(operand: Operand) -> Operand:
     scale = operand.per_tensor_scale
     if scale is None or scale.dim() == 0 or scale.shape[1] == 1:
         return operand
-    return operand._replace(per_tensor_scale=_same(scale, 1))
+    return operand._replace(per_tensor_scale=_shared_scale(scale, 1))
 
 
-def _same(scale: Tensor, axis: int) -> Tensor:
-    """The first index of `axis`; a NotImplementedError if others have other scales, as joined weights may."""
+def _shared_scale(scale: Tensor, axis: int) -> Tensor:
+    """The scale that all indices of `axis` share; NotImplementedError if they differ, as in joined weights."""
     first = scale.narrow(axis, 0, 1)
     if not bool((scale == first).all()):
         raise NotImplementedError(
