@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
-from mxquant.modules.quantize_target import replace_parameter
+from mxquant.modules.quantize_target import parameter_like
 from mxquant.tensor import MXTensor, as_weight, quantize
 
 _FOR_EXPERTS = (
@@ -124,7 +124,7 @@ def _merge_layer(layer: Any, scale_mode: str | None) -> float:
     except BaseException:
         base.register_parameter("weight", quantized)
         raise
-    base.register_parameter("weight", replace_parameter(quantized, merged, requires_grad=False))
+    base.register_parameter("weight", parameter_like(quantized, merged, requires_grad=False))
     made = merged.dequantize(torch.float32) - before
     return ((made * asked).sum(dtype=torch.float64) / asked.square().sum(dtype=torch.float64)).item()
 

@@ -16,7 +16,7 @@ from mxquant.checkpoints.load import Content, read_content
 from mxquant.checkpoints.provenance import PROVENANCE, Provenance
 from mxquant.integrations.device_map import without_disk
 from mxquant.integrations.extra import needing_transformers
-from mxquant.modules.quantize_target import replace_parameter
+from mxquant.modules.quantize_target import parameter_like
 from mxquant.modules.sites import SKIP_REASON
 from mxquant.tensor import MXTensor, as_weight
 
@@ -205,7 +205,7 @@ def _serve(model: nn.Module, backend: str) -> None:
                 continue
             if id(parameter) not in served:
                 weight = as_weight(parameter, backend)
-                served[id(parameter)] = replace_parameter(parameter, weight, requires_grad=False)
+                served[id(parameter)] = parameter_like(parameter, weight, requires_grad=False)
             module._parameters[attribute] = served[id(parameter)]
 
 

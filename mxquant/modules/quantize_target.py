@@ -192,7 +192,7 @@ def quantized_parameter(
     matrices = target.matrices((target.parameter if weight is None else weight).detach())
     quantize_all = _quantize_stack if target.is_experts else _quantize_matrix
     quantized = quantize_all(matrices, target, device or matrices.device, quantizer)
-    return replace_parameter(target.parameter, as_weight(quantized, target.config.backend), requires_grad=False)
+    return parameter_like(target.parameter, as_weight(quantized, target.config.backend), requires_grad=False)
 
 
 def _quantize_matrix(matrix: Tensor, target: Target, device: torch.device, quantizer: WeightQuantizer) -> MXTensor:
@@ -244,11 +244,11 @@ def dequantized_parameter(parameter: nn.Parameter, layout: ExpertsLayout | None 
     values = parameter.dequantize()
     if layout is not None and layout.num_experts is not None:
         values = values.flatten(0, 1)
-    return replace_parameter(parameter, values, requires_grad=parameter.requires_grad)
+    return parameter_like(parameter, values, requires_grad=parameter.requires_grad)
 
 
-def replace_parameter(old: nn.Parameter, data: Tensor, *, requires_grad: bool) -> nn.Parameter:
-    """A parameter with other data and the Python attributes that others put on the old one."""
+def parameter_like(old: nn.Parameter, data: Tensor, *, requires_grad: bool) -> nn.Parameter:
+    """A new parameter of `data`, with the Python attributes that others put on the old one."""
     attributes = old.foreign_attributes() if isinstance(old, MXTensor) else old.__dict__
     new = nn.Parameter(data, requires_grad=requires_grad)
     new.__dict__.update(attributes)
