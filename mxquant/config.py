@@ -59,7 +59,7 @@ class GPTQ:
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class _MXConfig(AOBaseConfig):
+class MXConfig(AOBaseConfig):
     """The fields that all configs share (documented at `MXFP4Config`), and their validation."""
 
     activation: str | None = "same"
@@ -69,7 +69,7 @@ class _MXConfig(AOBaseConfig):
     rotation: int | None = None
     algorithm: str | GPTQ = "rtn"
 
-    def __new__(cls, *args: object, **keywords: object) -> _MXConfig:
+    def __new__(cls, *args: object, **keywords: object) -> MXConfig:
         """Refuse unknown keywords, with the remedy. The dataclass would only say that they are unexpected."""
         known = [option.name for option in fields(cls)]
         for name in keywords.keys() - set(known):
@@ -132,7 +132,7 @@ class _MXConfig(AOBaseConfig):
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class MXFP4Config(_MXConfig):
+class MXFP4Config(MXConfig):
     """MXFP4: E2M1 codes and one E8M0 scale a block of 32; 4.25 bits a weight.
 
     Args:
@@ -157,7 +157,7 @@ class MXFP4Config(_MXConfig):
 
 
 @dataclass(frozen=True, repr=False)
-class MXFP6Config(_MXConfig):
+class MXFP6Config(MXConfig):
     """MXFP6: packed 6-bit codes and one E8M0 scale a block of 32; 6.25 bits a weight.
 
     Args:
@@ -173,7 +173,7 @@ class MXFP6Config(_MXConfig):
 
 
 @dataclass(frozen=True, repr=False)
-class MXFP8Config(_MXConfig):
+class MXFP8Config(MXConfig):
     """MXFP8: 8-bit codes and one E8M0 scale a block of 32; 8.25 bits a weight. Its scale mode is "rceil" by default.
 
     Args:
@@ -190,7 +190,7 @@ class MXFP8Config(_MXConfig):
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class NVFP4Config(_MXConfig):
+class NVFP4Config(MXConfig):
     """NVFP4: E2M1 codes, one E4M3 scale a block of 16 and one fp32 scale a tensor; 4.5 bits a weight.
 
     Args:
@@ -206,7 +206,7 @@ class NVFP4Config(_MXConfig):
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class _NamedConfig(_MXConfig):
+class _NamedConfig(MXConfig):
     """The config of a weight format that has no class of its own. Fields as for `MXFP4Config`."""
 
     weight: str
@@ -247,7 +247,7 @@ def nvfp4(**fields: Any) -> NVFP4Config:
 
 
 _SHORTHANDS = {"mxfp4": mxfp4, "mxfp6": mxfp6, "mxfp8": mxfp8, "nvfp4": nvfp4}
-CONFIG_FIELDS = ("weight", *(option.name for option in fields(_MXConfig)))
+CONFIG_FIELDS = ("weight", *(option.name for option in fields(MXConfig)))
 _FIELDS_OR_MISTAKEN = {*CONFIG_FIELDS, *FIELDS_ELSEWHERE}
 _ACCEPTED = (
     f"a config such as MXFP4Config(), a format's name ({', '.join((*WEIGHT_FORMATS, *FORMAT_ALIASES))}), "
@@ -258,7 +258,7 @@ _SHOWN = 80
 """Characters of a value in a message. The repr of another library's config has many lines."""
 
 
-def resolve_config(value: object) -> _MXConfig | None:
+def resolve_config(value: object) -> MXConfig | None:
     """`value` as a config; None if it is None, which skips a weight.
 
     Args:
@@ -268,13 +268,13 @@ def resolve_config(value: object) -> _MXConfig | None:
         ValueError: an unknown name, field or value.
         TypeError: none of these.
     """
-    if value is None or isinstance(value, _MXConfig):
+    if value is None or isinstance(value, MXConfig):
         return value
     if isinstance(value, str):
         return _named_config(value)
     if isinstance(value, Mapping):
         return _config_from_dict(value)
-    if isinstance(value, type) and issubclass(value, _MXConfig):
+    if isinstance(value, type) and issubclass(value, MXConfig):
         raise TypeError(f"{value.__name__} is the class; pass an instance: {value.__name__}()")
     for name, shorthand in _SHORTHANDS.items():
         if value is shorthand:
@@ -284,7 +284,7 @@ def resolve_config(value: object) -> _MXConfig | None:
     raise TypeError(f"{shown} is not a config; use {_ACCEPTED}{type_hint(value)}")
 
 
-def resolve_mapping(config: object) -> dict[str, _MXConfig | None]:
+def resolve_mapping(config: object) -> dict[str, MXConfig | None]:
     """`config` as a mapping from keys (kinds, names, patterns) to configs, or to None for what is skipped.
 
     A single config applies to every linear and all experts. A dict is a single config if it has the key "weight" and
@@ -303,7 +303,7 @@ def resolve_mapping(config: object) -> dict[str, _MXConfig | None]:
     return {EVERY_KIND: resolved}
 
 
-def _resolve_entry(key: object, value: object) -> _MXConfig | None:
+def _resolve_entry(key: object, value: object) -> MXConfig | None:
     if not isinstance(key, str) or not key:
         raise TypeError(
             f"a mapping's key must be 'linear', 'moe', a module's or parameter's name, a glob or 're:...'; got {key!r}"
@@ -314,7 +314,7 @@ def _resolve_entry(key: object, value: object) -> _MXConfig | None:
         raise type(error)(f"config of key {key!r}: {error}") from None
 
 
-def _named_config(name: str, **options: Any) -> _MXConfig:
+def _named_config(name: str, **options: Any) -> MXConfig:
     """The config whose weight format is `name`, with `options` for its other fields."""
     known = (*WEIGHT_FORMATS, *FORMAT_ALIASES)
     if name not in known:
@@ -325,7 +325,7 @@ def _named_config(name: str, **options: Any) -> _MXConfig:
     return _NamedConfig(weight=name, **{"scale_mode": get_format(name).default_scale_mode} | options)
 
 
-def _config_from_dict(value: Mapping[object, object]) -> _MXConfig:
+def _config_from_dict(value: Mapping[object, object]) -> MXConfig:
     options = dict(value)
     weight = options.pop("weight", None)
     if not isinstance(weight, str):

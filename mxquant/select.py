@@ -30,7 +30,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from mxquant.config import CONFIG_FIELDS, EVERY_KIND, KINDS, _MXConfig
+from mxquant.config import CONFIG_FIELDS, EVERY_KIND, KINDS, MXConfig
 from mxquant.config_hints import FIELDS_ELSEWHERE, suggestion
 from mxquant.modules.quantize_target import Target
 from mxquant.modules.sites import Site, TiedSites, find_sites, join, lineage
@@ -64,7 +64,7 @@ class Selection:
 
 
 def select_weights(
-    model: nn.Module, mapping: Mapping[str, _MXConfig | None], filter_fn: FilterFn | None = None
+    model: nn.Module, mapping: Mapping[str, MXConfig | None], filter_fn: FilterFn | None = None
 ) -> Selection:
     """What `mapping` selects of `model` (this file's docstring explains the keys).
 
@@ -135,14 +135,14 @@ class _Key:
     """A key of the mapping, and what it matches in one model."""
 
     text: str
-    config: _MXConfig | None
+    config: MXConfig | None
     level: int
     matched: frozenset[str]
     """The names of the modules and parameters that it matches; empty for a kind."""
     pattern: re.Pattern[str] | None = None
 
     @classmethod
-    def parse(cls, text: str, config: _MXConfig | None, names: set[str]) -> _Key:
+    def parse(cls, text: str, config: MXConfig | None, names: set[str]) -> _Key:
         if text in (EVERY_KIND, *KINDS):
             return cls(text, config, _KIND, frozenset())
         if not text.startswith("re:") and not re.search(r"[*?\[]", text):

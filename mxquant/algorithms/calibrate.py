@@ -17,7 +17,7 @@ from mxquant.algorithms.gptq import Grid, gptq, rotated_hessian
 from mxquant.algorithms.hessians import HessianObserver, SharedInputs
 from mxquant.algorithms.resume import SavedStages
 from mxquant.backends.base import Operand
-from mxquant.config import GPTQ, _MXConfig
+from mxquant.config import GPTQ, MXConfig
 from mxquant.formats import get_format, nvfp4_per_tensor_scale
 from mxquant.modules.quantize_target import Target, WeightQuantizer, round_to_nearest
 from mxquant.reference.hadamard import hadamard
@@ -270,7 +270,7 @@ class _Calibration:
     def _quantizer_from(self, target: Target, found: dict[int, MXTensor], tokens: dict[int, int]) -> WeightQuantizer:
         """A quantizer that looks GPTQ's results up. A matrix without one is rounded to nearest and recorded."""
 
-        def quantizer(weight: Tensor, config: _MXConfig, k_axis: int, index: int) -> MXTensor:
+        def quantizer(weight: Tensor, config: MXConfig, k_axis: int, index: int) -> MXTensor:
             if index in found:
                 return found[index]
             matrix = f" matrix {index} of its stack" if target.is_experts else ""
@@ -291,7 +291,7 @@ class _Calibration:
             )
 
 
-def _settings(config: _MXConfig) -> GPTQ:
+def _settings(config: MXConfig) -> GPTQ:
     settings = config.gptq
     assert settings is not None
     return settings

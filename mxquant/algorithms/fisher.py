@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from mxquant.algorithms.expert_inputs import expert_linear, is_routed_call, routed_rows, weight_matrix
 from mxquant.algorithms.forward_calls import tensor_version
-from mxquant.config import _MXConfig
+from mxquant.config import MXConfig
 from mxquant.formats import get_format
 from mxquant.modules.experts import ExpertsLayout
 from mxquant.modules.quantize_target import Target
@@ -32,7 +32,7 @@ from mxquant.tensor import quantize
 class FisherSums:
     """For one weight: the Fisher diagonal of each of its matrices, and the loss that quantized inputs add."""
 
-    def __init__(self, target: Target, configs: Sequence[_MXConfig]) -> None:
+    def __init__(self, target: Target, configs: Sequence[MXConfig]) -> None:
         self.target = target
         self.has_estimate = any(site.kind == "linear" for site in target.sites)
         """Whether there is an estimate. Experts have one once their block has run."""
@@ -153,7 +153,7 @@ def _add_experts(
             parts[name].add(rows.expert, rows.x_RH, gradient_RN)
 
 
-def _quantized_input(x_TK: Tensor, config: _MXConfig) -> Tensor:
+def _quantized_input(x_TK: Tensor, config: MXConfig) -> Tensor:
     """The input as the matmul rounds it: rotated, fake-quantized and rotated back."""
     assert config.activation_format is not None
     fmt = get_format(config.activation_format, activation=True)

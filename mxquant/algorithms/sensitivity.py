@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from mxquant.algorithms.blockwise import Batch, calibration_mode, model_stage
 from mxquant.algorithms.fisher import FisherSums, attach_hooks
 from mxquant.algorithms.forward_calls import clone_call
-from mxquant.config import EVERY_KIND, MXFP4Config, MXFP6Config, MXFP8Config, _MXConfig, resolve_config
+from mxquant.config import EVERY_KIND, MXConfig, MXFP4Config, MXFP6Config, MXFP8Config, resolve_config
 from mxquant.formats import get_format
 from mxquant.select import select_weights
 from mxquant.tables import text_table
@@ -46,10 +46,10 @@ class LayerSensitivity:
 class Sensitivity:
     """The result of `sensitivity`, the most sensitive weight first. Prints as a table."""
 
-    configs: tuple[_MXConfig, ...]
+    configs: tuple[MXConfig, ...]
     layers: list[LayerSensitivity]
 
-    def propose(self, budget: float | str) -> dict[str, _MXConfig]:
+    def propose(self, budget: float | str) -> dict[str, MXConfig]:
         """Choose a config for each weight within a budget, as a mapping for `quantize_`.
 
         Greedy: each weight starts with the best of the smallest configs. Then the change that removes the most loss per
@@ -152,7 +152,7 @@ def sensitivity(
     return Sensitivity(resolved, sorted(rows, key=lambda row: row.added_loss, reverse=True))
 
 
-def _label(config: _MXConfig) -> str:
+def _label(config: MXConfig) -> str:
     """A config's format and its settings that are not defaults."""
     return " ".join([config.format, *(part for part in config.changes() if not part.startswith("element="))])
 

@@ -24,7 +24,7 @@ from mxquant.api import dequantize_, record_skips
 from mxquant.backends.base import Operand
 from mxquant.checkpoints.files import headers_of
 from mxquant.checkpoints.native import described_in
-from mxquant.config import CONFIG_FIELDS, _MXConfig, resolve_mapping
+from mxquant.config import CONFIG_FIELDS, MXConfig, resolve_mapping
 from mxquant.config_hints import suggestion
 from mxquant.formats import get_format
 from mxquant.integrations.device_map import REMEDY, whole_state
@@ -76,7 +76,7 @@ class MXQuantConfig(QuantizationConfigMixin):
         self.config = None if config is None else _as_json(resolve_mapping(config))
         self.modules_to_not_convert = _checked_patterns(modules_to_not_convert)
 
-    def mapping(self) -> dict[str, _MXConfig | None]:
+    def mapping(self) -> dict[str, MXConfig | None]:
         """The config as a mapping from keys to configs; ValueError if there is none."""
         if self.config is None:
             raise ValueError('MXQuantConfig without a config quantizes nothing; name a format: MXQuantConfig("mxfp4")')
@@ -101,8 +101,8 @@ def _checked_patterns(patterns: object) -> list[str]:
     return list(patterns)
 
 
-def _as_json(mapping: Mapping[str, _MXConfig | None]) -> dict[str, dict[str, Any] | None]:
-    def fields(config: _MXConfig) -> dict[str, Any]:
+def _as_json(mapping: Mapping[str, MXConfig | None]) -> dict[str, dict[str, Any] | None]:
+    def fields(config: MXConfig) -> dict[str, Any]:
         return {"weight": config.format} | {name: getattr(config, name) for name in CONFIG_FIELDS if name != "weight"}
 
     return {key: None if config is None else fields(config) for key, config in mapping.items()}

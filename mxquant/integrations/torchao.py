@@ -12,12 +12,12 @@ from dataclasses import replace
 from torch import nn
 from torchao.quantization.transform_module import register_quantize_module_handler
 
-from mxquant.config import MXFP4Config, MXFP6Config, MXFP8Config, NVFP4Config, _MXConfig
+from mxquant.config import MXConfig, MXFP4Config, MXFP6Config, MXFP8Config, NVFP4Config
 from mxquant.modules.quantize_target import Target, check_target, quantize_target
 from mxquant.modules.sites import find_sites
 
 
-def _quantize_module(module: nn.Module, config: _MXConfig) -> nn.Module:
+def _quantize_module(module: nn.Module, config: MXConfig) -> nn.Module:
     """Quantize the weight of one module that torchao's filter let pass. It raises what `mxquant.quantize_` does."""
     name = str(module)  # the only name that is known here
     sites = [site for group in find_sites(module) for site in group if site.module is module]

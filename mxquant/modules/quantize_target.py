@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from mxquant.backends import Operand, select_backend
-from mxquant.config import _MXConfig
+from mxquant.config import MXConfig
 from mxquant.formats import get_format
 from mxquant.modules.experts import ExpertsLayout
 from mxquant.modules.sites import Site, TiedSites
@@ -30,7 +30,7 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 class Target(TiedSites):
     """A parameter to quantize, everywhere it is registered."""
 
-    config: _MXConfig
+    config: MXConfig
 
     @property
     def is_experts(self) -> bool:
@@ -60,11 +60,11 @@ class Target(TiedSites):
         return weight if site.layout is None else site.layout.matrices(site.module, weight)
 
 
-WeightQuantizer = Callable[[Tensor, _MXConfig, int, int], MXTensor]
+WeightQuantizer = Callable[[Tensor, MXConfig, int, int], MXTensor]
 """(matrix, config, K axis, index of the expert or 0) -> a weight-only MXTensor of the matrix's shape."""
 
 
-def round_to_nearest(matrix: Tensor, config: _MXConfig, k_axis: int, index: int) -> MXTensor:
+def round_to_nearest(matrix: Tensor, config: MXConfig, k_axis: int, index: int) -> MXTensor:
     """The default `WeightQuantizer`."""
     return quantize(
         matrix,

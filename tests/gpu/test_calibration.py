@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from mxquant import GPTQ, MXFP4Config, MXFP6Config, MXTensor, NVFP4Config, quantize_
 from mxquant.algorithms import calibrate, sensitivity
-from mxquant.config import _MXConfig
+from mxquant.config import MXConfig
 
 pytestmark = needs_gpu
 
@@ -27,7 +27,7 @@ MODELS: dict[str, Make] = {
     "no chain of blocks": Unchained,
     "experts": lambda: Model(MoEBlock),
 }
-CONFIGS: dict[str, Callable[..., _MXConfig]] = {
+CONFIGS: dict[str, Callable[..., MXConfig]] = {
     "mxfp4": MXFP4Config,
     "mxfp4 rotated": lambda **given: MXFP4Config(rotation=32, **given),
     "mxfp4 searched": lambda **given: MXFP4Config(rotation=32, scale_mode="mse", **given),
