@@ -35,6 +35,8 @@ class Codec(NamedTuple):
     """fp32 values to integer codes of the same shape: rounded to nearest even, saturated, high bits zero."""
     value: Callable[[int, ElementFormat], float]
     """The value of one code, NaN and Inf included."""
+    has_negative_zero: bool = False
+    """Whether `sign_code` is the code of -0. Two's complement has no -0: there it is the most negative value."""
 
 
 def encode(values: Tensor, element: ElementFormat, *, canonical_zero: bool = False) -> Tensor:
@@ -42,10 +44,12 @@ def encode(values: Tensor, element: ElementFormat, *, canonical_zero: bool = Fal
 
     Args:
         values: fp32, any shape. NaN and Inf saturate; callers replace such blocks.
-        canonical_zero: give every zero the code of +0 (AMD Quark does), instead of keeping the sign.
+        canonical_zero: give every zero the code of +0 (AMD Quark does), instead of keeping the sign. Changes nothing
+            for a codec without a negative zero.
     """
-    codes = CODECS[element.kind].encode(values, element)
-    if canonical_zero:
+    codec = CODECS[element.kind]
+    codes = codec.encode(values, element)
+    if canonical_zero and codec.has_negative_zero:
         codes.masked_fill_(codes == element.sign_code, 0)
     return codes.to(torch.uint8)
 
@@ -106,7 +110,7 @@ def _minifloat_value(code: int, element: ElementFormat) -> float:
     return sign * (1 + fraction) * 2.0 ** (exponent - element.bias)
 
 
-CODECS: dict[str, Codec] = {"minifloat": Codec(_encode_minifloat, _minifloat_value)}
+CODECS: dict[str, Codec] = {"minifloat": Codec(_encode_minifloat, _minifloat_value, has_negative_zero=True)}
 
 
 @functools.cache

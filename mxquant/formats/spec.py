@@ -18,38 +18,45 @@ class ElementFormat:
     """An element format: the grid of values that elements are rounded to, and the kind of code that stands for each.
 
     The grid has both signs. From 0 to 2**min_exponent its step is 2**(min_exponent - mantissa_bits). From there on each
-    binade has 2**mantissa_bits values, up to `max_value`. An integer format is a grid of one binade.
+    binade has 2**mantissa_bits values, up to `max_value`.
+
+    An integer format has one step throughout, so min_exponent and max_exponent are equal. Eight-bit integers in units
+    of 2**-6, from -127/64 to 127/64, have mantissa_bits=6, min_exponent=0, max_exponent=0 and max_value=127/64.
     """
 
     name: str
     kind: str
-    """The codec of `mxquant.formats.element`: "minifloat" is a sign bit, exponent bits and mantissa bits."""
+    """A key of `mxquant.formats.element.CODECS`: "minifloat" is a sign bit, exponent bits and mantissa bits."""
     bits: int
     """Of a code: 4, 6 or 8."""
     mantissa_bits: int
     min_exponent: int
-    """Exponent of the smallest normal value."""
+    """Exponent of the smallest normal value: the step is constant from 0 to twice that value."""
     max_exponent: int
     """Exponent of the largest power of two (`emax` of the specification)."""
     max_value: float
 
     @property
     def exponent_bits(self) -> int:
+        """Of a minifloat only."""
         return self.bits - 1 - self.mantissa_bits
 
     @property
     def bias(self) -> int:
+        """Of a minifloat's exponent only."""
         return 1 - self.min_exponent
 
     @property
     def max_code(self) -> int:
-        """The code of `max_value`; larger codes below `sign_code` are NaN or Inf (E4M3 and E5M2 only)."""
+        """The code of `max_value`, if codes from 0 on number the grid in order, as a minifloat's and two's complement's
+        do. A minifloat's larger codes below `sign_code` are NaN or Inf (E4M3 and E5M2 only).
+        """
         mantissa = self.max_value / 2.0**self.max_exponent
         return ((self.max_exponent + self.bias) << self.mantissa_bits) + int((mantissa - 1) * (1 << self.mantissa_bits))
 
     @property
     def sign_code(self) -> int:
-        """The sign bit alone: a minifloat's -0."""
+        """The first bit alone: a minifloat's -0, but the most negative number of two's complement."""
         return 1 << (self.bits - 1)
 
 
