@@ -51,7 +51,37 @@ def empty_tuning_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Itera
 
 
 @pytest.fixture
-def forked() -> Iterator[TunableBackend]:
+def registry_restored() -> Iterator[None]:
+    """The backends that a test registers are removed after it, if it fails too."""
+    from mxquant.backends import list_backends, unregister_backend
+
+    before = list_backends()
+    yield
+    for name in list_backends():
+        if name not in before:
+            unregister_backend(name)
+    assert list_backends() == before
+
+
+@pytest.fixture
+def fixed_backends(registry_restored: None) -> Iterator[None]:
+    """Only fp8, fp16, triton and emulation are registered: a test can expect that list, and emulation on a CPU,
+    whatever backends the package has besides.
+    """
+    from mxquant.backends import get_backend, list_backends, register_backend, unregister_backend
+
+    names = list_backends()
+    others = [name for name in names if name not in ("fp8", "fp16", "triton", "emulation")]
+    removed = [(type(get_backend(name)), names[names.index(name) + 1]) for name in others]
+    for name in others:
+        unregister_backend(name)
+    yield
+    for backend, before in reversed(removed):
+        register_backend(backend, before=before)
+
+
+@pytest.fixture
+def forked(fixed_backends: None) -> Iterator[TunableBackend]:
     """A backend of three kernels, registered."""
     from forked_backend import Forked
 

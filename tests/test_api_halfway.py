@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import mxquant
 from mxquant import MXTensor, quantize_, register_backend
-from mxquant.backends import Backend, Layout, Operand, Problem, unregister_backend
+from mxquant.backends import FORWARD, Backend, Layout, Operand, Problem, unregister_backend
 from mxquant.formats.spec import Format
 
 
@@ -38,14 +38,14 @@ class Packing(Backend):
     layout = Failing()
 
     def reject(self, problem: Problem) -> str | None:
-        return None if problem.contraction == "blocked" else "along K only"
+        return None if problem.contraction == FORWARD else "along K only"
 
     def matmul(self, x: Tensor, weight: Operand, bias: Tensor | None, problem: Problem) -> Tensor:
         return x.new_ones(x.shape[0], problem.out_features)
 
 
 @pytest.fixture(autouse=True)
-def packing() -> Iterator[None]:
+def packing(fixed_backends: None) -> Iterator[None]:
     register_backend(Packing)
     yield
     unregister_backend("packing")

@@ -14,7 +14,7 @@ from mxquant.backends import unregister_backend
 
 
 @pytest.fixture
-def picky() -> Iterator[type[Picky]]:
+def picky(fixed_backends: None) -> Iterator[type[Picky]]:
     yield mxquant.register_backend(Picky)
     unregister_backend(Picky.name)
 

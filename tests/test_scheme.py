@@ -103,6 +103,7 @@ def test_the_saved_json_keeps_its_bytes() -> None:
     assert metadata == weight.metadata.with_scheme(static_activation_scale=False)
 
 
+@pytest.mark.usefixtures("fixed_backends")
 def test_a_backend_gets_the_weights_format_alone_in_dgrad() -> None:
     problems: list[Problem] = []
 

@@ -135,12 +135,14 @@ def test_other_devices_than_cuda_are_not_timed(forked: TunableBackend, empty_tun
     assert (report.measured, report.paths) == ([], [])
 
 
+@pytest.mark.usefixtures("fixed_backends")
 def test_a_tied_weight_is_reported_once() -> None:
     model = Tied()
     quantize_(model, {"linear": "mxfp4", "lm_head": "mxfp4", "embed": mxquant.mxfp4()})
     assert find_products(model)[1] == {"backend emulation has one kernel": ["fc.weight", "lm_head.weight"]}
 
 
+@pytest.mark.usefixtures("fixed_backends")
 def test_a_single_layer_is_a_model() -> None:
     layer = nn.Linear(32, 16)
     quantize_(layer, "nvfp4")

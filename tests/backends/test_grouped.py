@@ -1,6 +1,5 @@
 """The protocol of grouped matmuls: who is asked, what a backend gets, and what the default makes of `matmul` alone."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -9,8 +8,8 @@ from matmul_reference import FORMATS, activation64, assert_product, decode64, qu
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 
-from mxquant import EmulatedMXTensor, MXTensor, list_backends, quantize, register_backend
-from mxquant.backends import Backend, Groups, Operand, Problem, candidates, unregister_backend
+from mxquant import EmulatedMXTensor, MXTensor, quantize, register_backend
+from mxquant.backends import Backend, Groups, Operand, Problem, candidates
 from mxquant.backends.emulation import Emulation
 from mxquant.reference.gated_activation import GatedActivation
 from mxquant.tensor import as_weight, describe, grouped_product
@@ -21,13 +20,7 @@ ROWS = torch.tensor([3, 0, 1, 3, 2, 0])
 EXPERT_OF = [0, 0, 2, 2, 2, None]
 
 
-@pytest.fixture(autouse=True)
-def registry_as_it_was() -> Iterator[None]:
-    before = list_backends()
-    yield
-    for name in list_backends():
-        if name not in before:
-            unregister_backend(name)
+pytestmark = pytest.mark.usefixtures("fixed_backends")
 
 
 class OneByOne(Backend):

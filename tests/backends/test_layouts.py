@@ -12,7 +12,7 @@ from matmul_reference import assert_product, decode64, same_bytes
 from torch import Tensor, nn
 
 from mxquant import EmulatedMXTensor, MXTensor, flatten_state_dict, quantize, register_backend, unflatten_state_dict
-from mxquant.backends import Backend, Layout, Operand, Problem, unregister_backend
+from mxquant.backends import FORWARD, Backend, Layout, Operand, Problem, unregister_backend
 from mxquant.formats import get_format
 from mxquant.formats.block import dequantize_blocks
 from mxquant.formats.spec import Format
@@ -43,7 +43,7 @@ class Mirror(Backend):
             return "reads four-bit weights only"
         if problem.block_offset:
             return "starts on a block border only"
-        return None if problem.activation is None and problem.contraction == "blocked" else "weight-only, along K"
+        return None if problem.activation is None and problem.contraction == FORWARD else "weight-only, along K"
 
     def matmul(self, x: Tensor, weight: Operand, bias: Tensor | None, problem: Problem) -> Tensor:
         Mirror.calls += 1
@@ -56,7 +56,7 @@ class Mirror(Backend):
 
 
 @pytest.fixture(autouse=True)
-def mirror() -> Iterator[None]:
+def mirror(fixed_backends: None) -> Iterator[None]:
     register_backend(Mirror)
     Mirror.calls = 0
     yield

@@ -32,6 +32,7 @@ def experts(implementation: str) -> Any:
     return block
 
 
+@pytest.mark.usefixtures("fixed_backends")
 @pytest.mark.parametrize("tokens", [1, 16])
 @pytest.mark.parametrize("implementation", ["mxquant", "grouped_mm", "eager"])
 @pytest.mark.parametrize("weight, activation", [("mxfp4", "mxfp4"), ("mxfp4", None), ("nvfp4", "nvfp4")])

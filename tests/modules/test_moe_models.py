@@ -147,6 +147,7 @@ def test_mappings_reach_experts() -> None:
     }
 
 
+@pytest.mark.usefixtures("fixed_backends")
 def test_explain_lists_each_weight() -> None:
     model = gpt_oss()
     quantize_(model, "mxfp4")

@@ -29,7 +29,7 @@ class Unrotated(Backend):
 
 
 @pytest.fixture
-def unrotated() -> Iterator[None]:
+def unrotated(fixed_backends: None) -> Iterator[None]:
     register_backend(Unrotated)
     yield
     unregister_backend("unrotated")

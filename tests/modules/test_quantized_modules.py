@@ -192,6 +192,7 @@ def test_to_meta_to_empty_and_load_with_a_static_activation_scale() -> None:
     assert skeleton.weight.activation_scale.item() == 0.25
 
 
+@pytest.mark.usefixtures("fixed_backends")
 def test_class_is_chosen_when_a_meta_weight_gets_a_device() -> None:
     skeleton = copy.deepcopy(quantized_linear(40, 8)).to("meta").to_empty(device="cpu")
     assert type(skeleton.weight) is EmulatedMXTensor

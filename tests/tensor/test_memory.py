@@ -32,6 +32,7 @@ def test_quantizing_takes_at_most_three_times_the_weight(format: str, axis: int)
     assert allocations(lambda: quantize(w, format, axis=axis)).peak <= 3 * w.nbytes
 
 
+@pytest.mark.usefixtures("fixed_backends")
 @pytest.mark.parametrize("rows", [1, 64])
 @pytest.mark.parametrize("format, activation", [(f, None) for f in FORMATS] + [("mxfp4", "mxfp4"), ("nvfp4", "nvfp4")])
 def test_an_emulated_linear_never_holds_the_dequantized_weight(format: str, activation: str | None, rows: int) -> None:

@@ -251,6 +251,7 @@ def test_from_qdata_of_nvfp4_needs_its_per_tensor_scale(scale: Tensor | None) ->
 # The class that serves it
 
 
+@pytest.mark.usefixtures("fixed_backends")
 def test_as_weight_chooses_emulation_on_a_cpu() -> None:
     weight = quantize(torch.randn(4, 64), "mxfp4")
     served = as_weight(weight)
@@ -261,6 +262,7 @@ def test_as_weight_chooses_emulation_on_a_cpu() -> None:
     assert as_weight(weight, "emulation").backend == "emulation"
 
 
+@pytest.mark.usefixtures("fixed_backends")
 def test_with_activation_keeps_the_class() -> None:
     served = as_weight(quantize(torch.randn(4, 64), "mxfp4"))
     changed = served.with_activation("mxfp8")
