@@ -8,15 +8,15 @@ import torch
 from torch import Tensor, nn
 
 from mxquant import MXTensor, quantize
-from mxquant.formats import get_format
+from mxquant.formats import ACTIVATION_FORMATS, WEIGHT_FORMATS, get_format
 from mxquant.formats.block import dequantize_blocks, quantize_blocks
 from mxquant.formats.element import decode, encode
 from mxquant.formats.scale import nvfp4_row_scale, row_scale
 from mxquant.tensor import as_weight
 
-FORMATS = ("mxfp4", "mxfp6_e2m3", "mxfp6_e3m2", "mxfp8_e4m3", "mxfp8_e5m2", "nvfp4")
-ACTIVATIONS = (None, *FORMATS, "fp8_e4m3", "fp8_e5m2")
-BLOCK = {name: 16 if name == "nvfp4" else 32 for name in FORMATS}
+FORMATS = WEIGHT_FORMATS
+ACTIVATIONS = (None, *ACTIVATION_FORMATS)
+BLOCK = {name: get_format(name).block_size for name in FORMATS}
 
 
 # Building weights
@@ -80,7 +80,7 @@ def activation64(x: Tensor, activation: str | None, scale_mode: str | None = Non
     if activation is None:
         return x.double()
     format = get_format(activation, activation=True)
-    if activation.startswith("fp8"):
+    if format.block_size is None:
         scale = row_scale(x, format)
         return decode(encode(x.float() / scale, format.element), format.element, torch.float64) * scale.double()
     # NVFP4: each row brings its own "per-tensor" scale, so that a row does not depend on its batch mates.

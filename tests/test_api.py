@@ -17,9 +17,8 @@ from torch import Tensor, nn
 import mxquant
 from mxquant import EmulatedMXTensor, MXFP4Config, MXTensor, dequantize_, quantize_
 from mxquant.backends import Layout, unregister_backend
+from mxquant.formats import WEIGHT_FORMATS
 from mxquant.formats.spec import Format
-
-FORMATS = ["mxfp4", "mxfp6_e2m3", "mxfp6_e3m2", "mxfp8_e4m3", "mxfp8_e5m2", "nvfp4"]
 
 
 def assert_equal_bytes(a: Tensor, b: Tensor) -> None:
@@ -32,12 +31,12 @@ def assert_equal_bytes(a: Tensor, b: Tensor) -> None:
 
 
 @pytest.fixture
-def picky() -> Iterator[type[Picky]]:
+def picky(fixed_backends: None) -> Iterator[type[Picky]]:
     yield mxquant.register_backend(Picky)
     unregister_backend(Picky.name)
 
 
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", WEIGHT_FORMATS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
 def test_quantize_model_gives_the_bytes_of_quantize(format: str, dtype: torch.dtype) -> None:
     model = mlp(dtype=dtype)
@@ -261,7 +260,7 @@ def test_filter_fn_is_given_modules_and_names() -> None:
     assert [name for name, p in model.named_parameters() if isinstance(p, MXTensor)] == ["0.2.weight"]
 
 
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", WEIGHT_FORMATS)
 def test_dequantize_gives_ordinary_parameters(format: str) -> None:
     model = mlp(dtype=torch.bfloat16)
     quantize_(model, format)

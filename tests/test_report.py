@@ -13,11 +13,11 @@ from torch import nn
 
 import mxquant
 from mxquant import dequantize_, quantize_, summary
-from mxquant.backends import unregister_backend
+from mxquant.formats import WEIGHT_FORMATS
 from mxquant.modules.experts_layouts import unknown_experts
 from mxquant.report import SkippedWeight
 
-FORMATS = ["mxfp4", "mxfp6_e2m3", "mxfp6_e3m2", "mxfp8_e4m3", "mxfp8_e5m2", "nvfp4"]
+pytestmark = pytest.mark.usefixtures("fixed_backends")
 
 
 class Mixed(nn.Module):
@@ -136,7 +136,7 @@ def test_brackets_in_names_are_not_markup() -> None:
     assert "[red].weight" in str(summary(model))
 
 
-@pytest.mark.parametrize("format, bits", list(zip(FORMATS, [4.25, 6.25, 6.25, 8.25, 8.25, 4.5])))
+@pytest.mark.parametrize("format, bits", list(zip(WEIGHT_FORMATS, [4.25, 6.25, 6.25, 8.25, 8.25, 4.5])))
 def test_bits_are_counted_from_bytes(format: str, bits: float) -> None:
     model = nn.Sequential(nn.Linear(256, 512, dtype=torch.bfloat16))
     quantize_(model, format)
@@ -151,7 +151,7 @@ def test_bits_are_counted_from_bytes(format: str, bits: float) -> None:
     assert result.num_parameters == 256 * 512 + 512
 
 
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", WEIGHT_FORMATS)
 @pytest.mark.parametrize("from_state_dict", [False, True])
 def test_sqnr_is_its_definition(format: str, from_state_dict: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mxquant.tensor.sqnr._CHUNK_ELEMENTS", 500)  # so that a weight is read in several chunks
@@ -219,12 +219,9 @@ def test_skipped_weights_have_their_reasons() -> None:
 
 def test_the_backend_is_the_one_that_computes() -> None:
     mxquant.register_backend(Picky)
-    try:
-        model = mlp()
-        quantize_(model, {"0": mxquant.mxfp4(activation=None), "2": mxquant.mxfp4()})
-        assert [row.backend for row in summary(model).quantized] == ["picky", "emulation"]
-    finally:
-        unregister_backend("picky")
+    model = mlp()
+    quantize_(model, {"0": mxquant.mxfp4(activation=None), "2": mxquant.mxfp4()})
+    assert [row.backend for row in summary(model).quantized] == ["picky", "emulation"]
 
 
 def test_summary_changes_nothing() -> None:
