@@ -11,6 +11,9 @@ from pathlib import Path
 
 import torch
 
+# The checkout that this file lies in, not another mxquant that is installed.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 from mxquant.backends import ANY_LAYOUT, Problem, candidates, get_backend, list_backends
 from mxquant.formats import ACTIVATION_FORMATS, WEIGHT_FORMATS
 from mxquant.scheme import Scheme
