@@ -50,7 +50,7 @@ class CompressedTensors(Producer):
         config = checkpoint.quantization_config
         if transforms := config.get("transform_config"):
             raise NotImplementedError(f"transform_config {transforms!r}: activations are not transformed here")
-        groups = _groups(config)
+        groups = _groups_by_target(config)
         packed = [name.removesuffix(".weight_packed") for name in checkpoint.tensors if name.endswith(".weight_packed")]
         modules = sorted({*packed, *modules_of_bytes(checkpoint)})
         quantized = [_weight_spec(module, _group_of(module, groups), checkpoint) for module in modules]
@@ -142,7 +142,8 @@ def _divisor(multiplier: Tensor, stored: Tensor | None) -> Tensor:
     return next((c for c in candidates if torch.equal(1 / c, multiplier)), nearest).reshape(1).clone()
 
 
-def _groups(config: Mapping[str, Any]) -> list[dict[str, Any]]:
+def _groups_by_target(config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """The group of each target. Of a target that two groups list, the last group counts."""
     groups = config.get("config_groups")
     if not isinstance(groups, dict) or not all(isinstance(group, dict) for group in groups.values()):
         raise ValueError(f"config_groups is {groups!r}; it is an object of groups, each with targets and weights")
@@ -150,24 +151,25 @@ def _groups(config: Mapping[str, Any]) -> list[dict[str, Any]]:
         targets = group.get("targets")
         if not isinstance(targets, list) or not all(isinstance(target, str) for target in targets):
             raise ValueError(f"the targets of {key} are {targets!r}; they are a list of modules, re:... or classes")
-    return list(groups.values())
+    return {target: group for group in groups.values() for target in group["targets"]}
 
 
-def _group_of(module: str, groups: list[dict[str, Any]]) -> dict[str, Any]:
-    """The group that names the module, else the first one for all linear layers.
+def _group_of(module: str, groups: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
+    """The group of a module's first target: its exact name, then regular expressions in sorted order, then "Linear".
+
+    The order of the groups in the file does not count (`utils/match.py: match_targets`).
 
     NOTE: The files do not say which classes a model's modules have. Of the targets without a dot only "Linear" is taken
     for a class; another one, such as "lm_head", may be a top-level module, and means that alone.
     """
-    for group in groups:
-        if any(matches(target, module) for target in group["targets"]):
-            return group
-    for group in groups:
-        if _LINEAR in group["targets"]:
-            return group
-    targets = [target for group in groups for target in group["targets"]]
+    if module in groups:
+        return groups[module]
+    patterns = sorted(target for target in groups if target.startswith("re:"))
+    target = next((pattern for pattern in patterns if matches(pattern, module)), _LINEAR)
+    if target in groups:
+        return groups[target]
     raise ValueError(
-        f"{module} is quantized, but is not among the targets of any group: {targets}; read are names of modules, "
+        f"{module} is quantized, but is not among the targets of any group: {list(groups)}; read are names of modules, "
         f"re:... and the class {_LINEAR}"
     )
 

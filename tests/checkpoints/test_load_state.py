@@ -14,6 +14,7 @@ from checkpoints.recorded import NAMES, SCHEMES, folder, producer_of, tensors
 from mxquant import MXTensor, flatten_state_dict, load_state, quantize
 from mxquant.checkpoints import read_content
 from mxquant.checkpoints.files import Reader
+from mxquant.checkpoints.producer import module_of
 from mxquant.checkpoints.weight_spec import unswizzle
 
 
@@ -222,6 +223,62 @@ def test_compressed_tensors_target_without_a_dot_is_one_module(tmp_path: Path) -
 
     with pytest.raises(ValueError, match=r"not among the targets of any group: \['lm_head'\]"):
         load_state(edited("ct_mxfp4a16_llama", tmp_path, only_the_head))
+
+
+NAME = "model.layers.1.mlp.down_proj"
+OVERLAPS = {
+    "an exact name before a pattern": (["re:.*mlp.*"], [NAME], "second"),
+    "an exact name before a pattern, in the file's order": ([NAME], ["re:.*mlp.*"], "first"),
+    "patterns in sorted order": (["re:.*mlp.*"], [r"re:.*layers[.]1[.]mlp[.]down_proj"], "second"),
+    "a pattern before the class": (["Linear"], ["re:.*down_proj"], "second"),
+    "no globs": (["model.layers.*"], ["Linear"], "second"),
+    "one target twice": (["re:.*mlp.*"], ["re:.*mlp.*"], "second"),
+}
+
+
+@pytest.mark.parametrize("what", OVERLAPS)
+def test_overlapping_groups_of_compressed_tensors_are_ordered_as_it_orders_them(what: str, tmp_path: Path) -> None:
+    """The first group is W4A16, the second W4A4. The tensors are the same, so that nothing else tells them apart."""
+    first, second, chosen = OVERLAPS[what]
+
+    def edit(config: dict) -> None:
+        group = config["config_groups"]["group_0"] | {"input_activations": None}
+        activations = group["weights"] | {"dynamic": True}
+        config["config_groups"] = {
+            "group_0": group | {"targets": first},
+            "group_1": group | {"targets": second, "input_activations": activations},
+            "group_2": group | {"targets": ["Linear"]} if "Linear" not in first + second else group | {"targets": []},
+        }
+
+    state = load_state(edited("ct_mxfp4a16_llama", tmp_path, edit))
+    assert state[f"{NAME}.weight"].activation == {"first": None, "second": "mxfp4"}[chosen]
+    match = pytest.importorskip("compressed_tensors.utils.match")
+    groups = dict.fromkeys(first, "first") | dict.fromkeys(second, "second")
+    assert groups[match.match_targets(NAME, torch.nn.Linear(1, 1), groups)[0]] == chosen
+
+
+def test_first_matching_layer_config_of_quark_counts(tmp_path: Path) -> None:
+    """A name's pattern in the file's order, then the layer's type, then the global config."""
+
+    def edit(config: dict) -> None:
+        quantized = config["global_quant_config"]
+        weight_only = quantized | {"input_tensors": None}
+        config["global_quant_config"] = {"weight": "unread"}
+        config["layer_type_quant_config"] = {"nn.Linear": quantized}
+        config["layer_quant_config"] = {"*.up_proj": weight_only, "model.layers.0.mlp.up_proj": quantized}
+
+    state = load_state(edited("quark_mxfp4_w4a4_llama", tmp_path, edit))
+    assert state["model.layers.0.mlp.up_proj.weight"].activation is None
+    assert state["model.layers.0.mlp.down_proj.weight"].activation == "mxfp4"
+
+
+def test_exact_layer_name_of_modelopt_precedes_patterns(tmp_path: Path) -> None:
+    def edit(config: dict) -> None:
+        layers = {"*": {"quant_algo": "unread"}}
+        names = {module_of(name): {"quant_algo": "NVFP4"} for name in tensors("modelopt_nvfp4_llama")}
+        config |= {"quant_algo": "MIXED_PRECISION", "quantized_layers": layers | names}
+
+    assert len(read_content(edited("modelopt_nvfp4_llama", tmp_path, edit)).quantized) == 14
 
 
 def test_quark_layer_configs_are_globs(tmp_path: Path) -> None:
