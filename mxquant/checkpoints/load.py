@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mxquant.checkpoints.files import Checkpoint, Reader, TensorInfo, open_checkpoint
+from mxquant.checkpoints.files import CONFIG, Checkpoint, Reader, TensorInfo, open_checkpoint
 from mxquant.checkpoints.known_producers import recognize, sidecar_files, weight_suffixes
 from mxquant.checkpoints.producer import ModelLayout, Producer, Reading, Rows
 from mxquant.checkpoints.weight_spec import WeightSpec, build, checked
@@ -20,6 +20,8 @@ from mxquant.tensor.metadata import logical_shape
 
 _logger = logging.getLogger("mxquant")
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32, "float64": torch.float64}
+_ONLY_QUANTIZED = ("F4", "F8_E8M0")
+"""Dtypes that codes and scales alone have, as safetensors spells them."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +110,8 @@ def read_content(path: str | os.PathLike[str]) -> Content:
 
     Raises:
         FileNotFoundError: there is no checkpoint.
-        ValueError: damaged, missing or superfluous tensors; see `open_checkpoint`.
+        ValueError: damaged, missing or superfluous tensors; see `open_checkpoint`. Or tensors are quantized, and no
+            config or header says how.
         NotImplementedError: an unknown producer, or a scheme that mxquant does not compute.
     """
     checkpoint = open_checkpoint(path, sidecar_files())
@@ -164,7 +167,7 @@ def load_state(path: str | os.PathLike[str]) -> dict[str, Tensor]:
 
     Raises:
         FileNotFoundError: there is no checkpoint.
-        ValueError: damaged, missing or superfluous tensors.
+        ValueError: damaged, missing or superfluous tensors; or they are quantized, and config.json is missing.
         NotImplementedError: an unknown producer, or a scheme that mxquant does not compute.
     """
     content = read_content(path)
@@ -176,16 +179,26 @@ def load_state(path: str | os.PathLike[str]) -> dict[str, Tensor]:
 def _check_ordinary(
     ordinary: Iterable[str], quantized: Mapping[str, WeightSpec], checkpoint: Checkpoint, producer: Producer | None
 ) -> None:
-    who = "an unquantized checkpoint" if producer is None else f"a checkpoint of {producer.name}"
+    """Refuse codes and scales among the unquantized tensors, which they would be taken for."""
     suffixes = weight_suffixes()
     for name in ordinary:
         if name in quantized:
             raise ValueError(f"{name!r} is there both as it is and as {quantized[name].qdata!r}; one of them must go")
-        info = checkpoint.tensors[name]
-        if producer is not None and name.endswith(suffixes):
-            raise ValueError(f"{name!r} belongs to no quantized weight of {who}: its codes are missing")
-        if name.endswith("weight") and (info.dtype == "U8" or info.dtype.startswith(("F8", "F4"))):
-            raise ValueError(f"{name!r} is {info.dtype} in {who}, but no scales say what its codes mean")
+        is_part, dtype = name.endswith(suffixes), checkpoint.tensors[name].dtype
+        if producer is not None and is_part:
+            raise ValueError(
+                f"{name!r} belongs to no quantized weight of a checkpoint of {producer.name}: its codes are missing"
+            )
+        holds_bytes = dtype == "U8" or dtype.startswith(("F8", "F4"))
+        if not holds_bytes or not (is_part or name.endswith("weight") or dtype in _ONLY_QUANTIZED):
+            continue
+        if producer is not None:
+            raise ValueError(f"{name!r} is {dtype} in a checkpoint of {producer.name}, but no scales say what it means")
+        configs = " or ".join((CONFIG, *sidecar_files()))
+        raise ValueError(
+            f"{name!r} is {dtype}, part of a quantized weight, but no {configs} of {checkpoint.path} and no header "
+            "says how it is quantized; put the checkpoint's own beside the weights and give the folder"
+        )
 
 
 def dtype_named_by(config: Mapping[str, Any]) -> torch.dtype | None:

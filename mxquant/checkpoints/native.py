@@ -38,6 +38,7 @@ def described_in(headers: Iterable[Mapping[str, str]]) -> tuple[dict[str, Any], 
 
 class Native(Producer):
     name = "mxquant"
+    suffixes = (".qdata",)
     stores_aliases = True
     stores_dtype = True
     weight_names = "parameter"
