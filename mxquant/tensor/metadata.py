@@ -142,7 +142,7 @@ def metadata_from_fields(fields: Any) -> tuple[Metadata, tuple[int, ...] | None]
         )
     if missing := {"format", "axis", "dtype"} - fields.keys():
         raise ValueError(f"metadata lacks {sorted(missing)}: {fields!r}")
-    if fields["dtype"] not in _DTYPES:
+    if not isinstance(fields["dtype"], str) or fields["dtype"] not in _DTYPES:
         raise ValueError(f"metadata dtype {fields['dtype']!r} is unknown; use one of {', '.join(_DTYPES)}")
     if (
         not all(isinstance(fields.get(name, 0), int) for name in ("axis", "block_offset"))
@@ -151,6 +151,11 @@ def metadata_from_fields(fields: Any) -> tuple[Metadata, tuple[int, ...] | None]
         raise ValueError(f"metadata axis and block_offset are integers, block_offset not negative: {fields!r}")
     if shape is not None and not (isinstance(shape, list) and all(isinstance(n, int) and n >= 0 for n in shape)):
         raise ValueError(f"metadata shape is a list of sizes; got {shape!r}")
-    scheme = Scheme(fields.pop("format"), **{name: fields.pop(name) for name in _SCHEME_FIELDS if name in fields})
+    if shape is not None and not -len(shape) <= fields["axis"] < 0:
+        raise ValueError(f"metadata axis {fields['axis']} is out of range for shape {shape}; it is negative")
+    try:
+        scheme = Scheme(fields.pop("format"), **{name: fields.pop(name) for name in _SCHEME_FIELDS if name in fields})
+    except TypeError as error:
+        raise ValueError(f"metadata of a quantized tensor is damaged: {error}") from error
     metadata = Metadata(scheme, **fields | {"dtype": _DTYPES[fields["dtype"]]})
     return metadata, None if shape is None else tuple(shape)

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from mxquant.backends.base import Operand
+from mxquant.backends.base import CANONICAL, Operand
 from mxquant.tensor.checks import check_operand
 from mxquant.tensor.dispatch import FUNCTIONS, implements
 from mxquant.tensor.exporters import REMEDY
@@ -91,8 +91,8 @@ def unflatten_state_dict(tensors: Mapping[str, Tensor], metadata: Mapping[str, s
     state_dict = dict(tensors)
     for name, fields in described.items():
         parsed, shape = metadata_from_fields(fields)
-        if shape is None:
-            raise ValueError(f"metadata of {name!r} lacks its shape: {fields!r}")
+        if shape is None or parsed.layout != CANONICAL:
+            raise ValueError(f"metadata of {name!r} lacks its shape, or its layout is not saved so: {fields!r}")
         inner = {part: state_dict.pop(f"{name}.{part}", None) for part in SAVED_PARTS}
         for part in ("qdata", "scale"):
             if inner[part] is None:
@@ -123,8 +123,11 @@ def parse_metadata(metadata: Mapping[str, str]) -> tuple[dict[str, Any], dict[st
     try:
         content = json.loads(metadata[METADATA_KEY])
         version, described, aliases = content["version"], content["tensors"], content.get("aliases", {})
-        described.items(), aliases.items()
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        if not (isinstance(described, dict) and isinstance(aliases, dict)):
+            raise TypeError("tensors and aliases are objects")
+        if not all(isinstance(first, str) for first in aliases.values()):
+            raise TypeError("aliases stand for names")
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(
             f"the {METADATA_KEY!r} metadata is damaged ({error}): {metadata[METADATA_KEY][:80]!r}"
         ) from error
