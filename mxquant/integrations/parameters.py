@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +16,11 @@ from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 from mxquant.checkpoints.files import Reader
 from mxquant.checkpoints.load import Content
 from mxquant.integrations.conversion import Source, sources_of
+
+_FEW_LAYERS = 128
+"""Built in any case: layers may share their tensors."""
+_LAYER_KEYS = ("n_layer", "depth")
+"""Numbers of layers under keys that do not end with "layers"."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +75,8 @@ def parameters_of(content: Content) -> Parameters:
 
     Raises:
         FileNotFoundError: there is no config.json.
-        ValueError: transformers does not know the model, or tensors and parameters do not match.
+        ValueError: transformers does not know the model, or config.json has values that it builds no model with; or
+            tensors and parameters do not match.
         NotImplementedError: the layout of such a model is unknown.
     """
     if not content.checkpoint.config:
@@ -77,10 +84,7 @@ def parameters_of(content: Content) -> Parameters:
             f"{content.checkpoint.path} has no config.json to build a model from; get it (load_state needs none)"
         )
     content = content.as_in_transformers()
-    config = _plain_config(content)
-    names = [name for name in getattr(config, "architectures", None) or [] if hasattr(transformers, name)]
-    with torch.device("meta"):
-        model = getattr(transformers, names[0])(config) if names else AutoModelForCausalLM.from_config(config)
+    config, model = _config_and_model(content)
     parameters = Parameters(content, config, model, sources_of(model, content.names))
     for name, source in parameters.sources.items():
         shape = parameters.shape(name)
@@ -90,6 +94,56 @@ def parameters_of(content: Content) -> Parameters:
                 "config.json and the weights are not of one model"
             )
     return parameters
+
+
+def _config_and_model(content: Content) -> tuple[Any, transformers.PreTrainedModel]:
+    """The plain config, and the model on the meta device.
+
+    NOTE: configs are untrusted. transformers' classes fail with errors of any type at values that no model has.
+    """
+    _check_layer_counts(content)
+    try:
+        config = _plain_config(content)
+        with torch.device("meta"):
+            cls = _named_class(content.checkpoint.config)
+            return config, AutoModelForCausalLM.from_config(config) if cls is None else cls(config)
+    except (ImportError, NotImplementedError):
+        raise
+    except Exception as error:
+        raise ValueError(
+            f"transformers makes no model of config.json of {content.checkpoint.path} "
+            f"({type(error).__name__}: {error}); get it anew"
+        ) from error
+
+
+def _named_class(config: dict[str, Any]) -> Any:
+    """The first class of `architectures` that transformers has; None: the causal language model of the model type."""
+    names = config.get("architectures")
+    for name in names if isinstance(names, list) else []:
+        cls = getattr(transformers, name, None) if isinstance(name, str) else None
+        if isinstance(cls, type) and issubclass(cls, transformers.PreTrainedModel):
+            return cls
+    return None
+
+
+def _check_layer_counts(content: Content) -> None:
+    """Refuse a number of layers far above that of the tensors, before transformers builds each."""
+    most = max(_FEW_LAYERS, len(content.names))
+    for config in _objects(content.checkpoint.config):
+        for key, value in config.items():
+            if (key.endswith("layers") or key in _LAYER_KEYS) and isinstance(value, (int, float)) and value > most:
+                raise ValueError(
+                    f"config.json of {content.checkpoint.path} has {key} {value!r}, more than the checkpoint's "
+                    f"{len(content.names)} tensors; get it anew"
+                )
+
+
+def _objects(config: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """A config and those inside it, however deep."""
+    left = [config]
+    while left:
+        yield (config := left.pop())
+        left += [value for value in config.values() if isinstance(value, dict)]
 
 
 def _plain_config(content: Content) -> Any:
