@@ -177,11 +177,11 @@ def _group_of(module: str, groups: Mapping[str, dict[str, Any]]) -> dict[str, An
 def _weight_spec(module: str, group: Mapping[str, Any], checkpoint: Checkpoint) -> WeightSpec:
     if (outputs := group.get("output_activations")) is not None:
         raise NotImplementedError(f"{module}: output_activations {outputs!r}: outputs are not quantized here")
-    fmt = _format_of(module, group.get("weights"))
+    fmt = _format_for_bits(module, group.get("weights"))
     arguments = group.get("input_activations")
     activation, static = None, None
     if arguments is not None:
-        activation = _format_of(module, arguments)
+        activation = _format_for_bits(module, arguments)
         is_dynamic = arguments.get("dynamic") is True
         name = f"{module}.input_global_scale"
         if activation == "nvfp4":
@@ -200,7 +200,7 @@ def _weight_spec(module: str, group: Mapping[str, Any], checkpoint: Checkpoint) 
     )
 
 
-def _format_of(module: str, arguments: Any) -> str:
+def _format_for_bits(module: str, arguments: Any) -> str:
     if isinstance(arguments, dict) and arguments.get("type") == "float" and arguments.get("symmetric") is not False:
         fmt = _FORMATS.get((arguments.get("num_bits"), arguments.get("group_size")))  # type: ignore[arg-type]
         if fmt is not None:

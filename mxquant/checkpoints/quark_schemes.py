@@ -33,7 +33,7 @@ def read_scheme(module: str, layer: Mapping[str, Any]) -> Scheme:
     Raises:
         NotImplementedError: mxquant does not compute it.
     """
-    fmt, _ = _format_of(module, "weight", layer.get("weight"), dynamic=False)
+    fmt, _ = _quark_format(module, "weight", layer.get("weight"), dynamic=False)
     inputs = layer.get("input_tensors")
     if inputs is None:
         return Scheme(fmt)
@@ -44,7 +44,7 @@ def read_scheme(module: str, layer: Mapping[str, Any]) -> Scheme:
             )
     if _is_fp8(inputs, is_scale_quant=False):
         return Scheme(fmt, "fp8_e4m3", static_activation_scale=True)
-    activation, mode = _format_of(module, "input_tensors", inputs, dynamic=True)
+    activation, mode = _quark_format(module, "input_tensors", inputs, dynamic=True)
     if activation == "nvfp4" and fmt != "nvfp4":
         raise NotImplementedError(f"{module} has nvfp4 activations with a weight in {fmt}, which is not read")
     is_static = activation in STATIC_SCALES
@@ -67,7 +67,7 @@ def write_scheme(scheme: Scheme) -> dict[str, Any]:
     }
 
 
-def _format_of(module: str, what: str, spec: Any, *, dynamic: bool) -> tuple[str, str]:
+def _quark_format(module: str, what: str, spec: Any, *, dynamic: bool) -> tuple[str, str]:
     """The format of a spec, and its scale mode."""
     if isinstance(spec, list) and len(spec) == 2 and _is_fp8(spec[1], is_scale_quant=True):
         if _is_per_group(spec[0], 16, "float32", dynamic) and spec[0]["dtype"] == "fp4":

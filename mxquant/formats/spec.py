@@ -151,14 +151,14 @@ def get_format(name: str, *, activation: bool = False) -> Format:
         TypeError: `name` is not a string.
     """
     if not isinstance(name, str):
-        raise TypeError(f"a format is named by a string, one of {_choices(activation)}; got {name!r}")
+        raise TypeError(f"a format is named by a string, one of {_accepted(activation)}; got {name!r}")
     fmt = FORMATS.get(FORMAT_ALIASES.get(name, name))
     if fmt is not None and (activation or fmt.block_size is not None):
         return fmt
     why = "is unknown" if fmt is None else "is for activations only"
     near = " or ".join(map(repr, similar_formats(name, ACTIVATION_FORMATS if activation else WEIGHT_FORMATS)))
     raise ValueError(
-        f"format {name!r} {why}; use one of {_choices(activation)} (mxfp6 stands for mxfp6_e2m3, mxfp8 for mxfp8_e4m3)"
+        f"format {name!r} {why}; use one of {_accepted(activation)} (mxfp6 stands for mxfp6_e2m3, mxfp8 for mxfp8_e4m3)"
         + (f"; did you mean {near}?" if near else "")
     )
 
@@ -180,7 +180,7 @@ def similar_formats(text: str, known: Iterable[str]) -> list[str]:
     return next((names[:2] for names in named.values() if names), [])
 
 
-def _choices(activation: bool) -> str:
+def _accepted(activation: bool) -> str:
     return ", ".join(ACTIVATION_FORMATS if activation else WEIGHT_FORMATS)
 
 
