@@ -93,3 +93,21 @@ class Scheme:
                 f"rotation={self.rotation} needs a blocked axis of a multiple of {self.rotation} elements; this one "
                 f"has {length}. Leave such a weight unrotated (rotation=None)"
             )
+
+
+class HasScheme:
+    """What holds a scheme, and reads its activation's fields and rotation as its own."""
+
+    scheme: Scheme
+
+    @property
+    def activation(self) -> str | None:
+        return self.scheme.activation
+
+    @property
+    def activation_scale_mode(self) -> str | None:
+        return self.scheme.activation_scale_mode
+
+    @property
+    def rotation(self) -> int | None:
+        return self.scheme.rotation

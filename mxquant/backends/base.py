@@ -17,7 +17,7 @@ from torch import Tensor
 
 from mxquant.formats.spec import Format
 from mxquant.reference.gated_activation import GatedActivation
-from mxquant.scheme import Scheme
+from mxquant.scheme import HasScheme, Scheme
 
 FORWARD = "blocked"
 DGRAD = "unblocked"
@@ -82,7 +82,7 @@ class Groups(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Problem:
+class Problem(HasScheme):
     """What is to be computed: `input [..., K] @ weight[N, K].T` (forward), or `input [..., N] @ weight[N, K]` (dgrad).
 
     NOTE: the number of input rows and their grouping are not part of it. A backend chooses by them inside, so that no
@@ -124,21 +124,9 @@ class Problem:
         return self.scheme.weight
 
     @property
-    def activation(self) -> str | None:
-        return self.scheme.activation
-
-    @property
-    def activation_scale_mode(self) -> str | None:
-        return self.scheme.activation_scale_mode
-
-    @property
     def static_activation_scale(self) -> bool:
         """Whether `Operand.activation_scale` is there."""
         return self.scheme.static_activation_scale
-
-    @property
-    def rotation(self) -> int | None:
-        return self.scheme.rotation
 
 
 def no_device(problem: Problem, needed: str) -> str:

@@ -126,7 +126,7 @@ def dequantize_blocks(
         [..., length] in `dtype`; NaN throughout a block whose scale byte is 255.
     """
     arithmetic = torch.float64 if dtype == torch.float64 else torch.float32
-    block_scale = scale_to_float(scale, fmt, arithmetic)
+    block_scale = scale_to_float(scale, fmt.scale_format, arithmetic)
     if per_tensor_scale is not None:
         block_scale = block_scale * per_tensor_scale.to(arithmetic)
     codes = unpack_codes(qdata, fmt.element.bits, block_offset + length)

@@ -82,9 +82,9 @@ def e4m3_to_float(byte: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     return decode(byte, _E4M3, dtype)
 
 
-def scale_to_float(byte: Tensor, fmt: Format, dtype: torch.dtype = torch.float32) -> Tensor:
+def scale_to_float(byte: Tensor, scale_format: str, dtype: torch.dtype = torch.float32) -> Tensor:
     """Value of a block format's uint8 scale bytes."""
-    return (e4m3_to_float if fmt.scale_format == "e4m3" else e8m0_to_float)(byte, dtype)
+    return (e4m3_to_float if scale_format == "e4m3" else e8m0_to_float)(byte, dtype)
 
 
 def row_scale(x: Tensor, fmt: Format) -> Tensor:

@@ -47,6 +47,7 @@ def fake_quantize(
             values[rows] = round_to_element(chunk / scale, fmt.element)
         else:
             byte, scaled = scale_blocks(to_blocks(chunk, fmt), fmt, scale_mode, scale)
-            rounded = round_to_element(scaled, fmt.element).mul_(scale_to_float(byte, fmt).unsqueeze(-1))
+            block_scale = scale_to_float(byte, fmt.scale_format).unsqueeze(-1)
+            rounded = round_to_element(scaled, fmt.element).mul_(block_scale)
             values[rows] = rounded.flatten(-2)[:, : chunk.shape[1]]
     return values, outer

@@ -42,8 +42,8 @@ def _element_table(element: ElementFormat, dtype: torch.dtype) -> Tensor:
 
 
 @kept_table
-def _scale_table(fmt: Format, dtype: torch.dtype) -> Tensor:
-    return scale_to_float(torch.arange(256, dtype=torch.uint8), fmt, dtype)
+def _scale_table(scale_format: str, dtype: torch.dtype) -> Tensor:
+    return scale_to_float(torch.arange(256, dtype=torch.uint8), scale_format, dtype)
 
 
 def decoded_rows(
@@ -67,7 +67,7 @@ def decoded_rows(
     rows, blocks = scale.shape
     step = max(1, min(step, rows))
     table = _element_table(fmt.element, dtype, qdata.device)
-    scale_table = _scale_table(fmt, dtype, qdata.device)
+    scale_table = _scale_table(fmt.scale_format, dtype, qdata.device)
     scales = scale_table.index_select(0, scale.reshape(-1).to(torch.int32)).view(rows, blocks, 1)
     source = qdata if fmt.element.bits == 6 else _sixteen_bit_words(qdata)
     values = torch.empty(step, blocks, fmt.block_size, dtype=dtype, device=qdata.device)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from mxquant.backends.base import CANONICAL
-from mxquant.scheme import Scheme
+from mxquant.scheme import HasScheme, Scheme
 
 VERSION = 1
 _DTYPES = {
@@ -56,7 +56,7 @@ def logical_shape(physical: Sequence[int], axis: int) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True)
-class Metadata:
+class Metadata(HasScheme):
     """All that describes a quantized tensor but its shape, which may be symbolic while a graph is traced."""
 
     scheme: Scheme
@@ -85,18 +85,6 @@ class Metadata:
     @property
     def format(self) -> str:
         return self.scheme.weight
-
-    @property
-    def activation(self) -> str | None:
-        return self.scheme.activation
-
-    @property
-    def activation_scale_mode(self) -> str | None:
-        return self.scheme.activation_scale_mode
-
-    @property
-    def rotation(self) -> int | None:
-        return self.scheme.rotation
 
     def with_scheme(self, **changes: Any) -> Metadata:
         """A copy with `changes` to fields of the scheme."""
